@@ -1,0 +1,25 @@
+"""One root and five kinds of error; each message says what was wrong, what was found and what to do."""
+
+
+class QsaError(Exception):
+    """Root of every exception that qsa_cute raises on purpose."""
+
+
+class ArgumentError(QsaError, ValueError):
+    """A caller's value is wrong: shape, type, device, stride, alignment or range. Nothing was launched."""
+
+
+class UnsupportedError(QsaError):
+    """No kernel covers this shape, type or device; `can_implement` says so beforehand with the same reason."""
+
+
+class ArtifactError(QsaError):
+    """An artifact is missing, truncated, altered, foreign or of another version. Names the mending command."""
+
+
+class CaptureError(QsaError, RuntimeError):
+    """First use under CUDA graph capture. Names the `preflight` call to make before capturing."""
+
+
+class DriverError(QsaError, RuntimeError):
+    """A CUDA driver call failed; carries the call and the driver's own error name."""

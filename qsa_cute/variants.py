@@ -1,0 +1,159 @@
+"""The registry: every (kernel, head dim, type, SM) that is built, and the only home of tuning numbers.
+
+Imports neither cutlass nor torch, so that dispatch and the build command read the same table. A variant's
+name carries every baked constant: two variants that differ in code differ in name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from qsa_cute import geometry
+from qsa_cute.errors import UnsupportedError
+
+DTYPES = ("bf16", "fp16")
+
+# Targets of the build, and the shared memory one block may opt in to (CUDA C++ programming guide, table
+# "technical specifications per compute capability"; KiB).
+SMEM_OPTIN_KIB: Mapping[str, int] = MappingProxyType(
+    {
+        "sm_80": 163,
+        "sm_86": 99,
+        "sm_87": 163,
+        "sm_89": 99,
+        "sm_90a": 227,
+        "sm_100a": 227,
+        "sm_103a": 227,
+        "sm_110a": 227,
+        "sm_120a": 99,
+        "sm_121a": 99,
+    }
+)
+SMS = tuple(SMEM_OPTIN_KIB)
+
+# Short tags of the baked constants, in the order they appear in a name.
+TAGS: Mapping[str, str] = MappingProxyType({"tile": "n", "warps": "w", "stages": "st", "max_splits": "s"})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One algorithm: where its code is, and what it is built for.
+
+    Attributes:
+        name: the first part of every variant's name, and what `--kernels` matches.
+        entry: "module:Class" of the CuTe DSL code; a string, because only a build imports it.
+        sms: targets, in build order.
+        tuning: the baked constants; several entries make several variants.
+        tensor_core: the SASS instruction a correct build must contain.
+        head_dims, dtypes: what it is built for.
+    """
+
+    name: str
+    entry: str
+    sms: tuple[str, ...]
+    tuning: tuple[Mapping[str, int], ...]
+    tensor_core: str = "HMMA"
+    head_dims: tuple[int, ...] = geometry.SUPPORTED_HEAD_DIMS
+    dtypes: tuple[str, ...] = DTYPES
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One cubin: a kernel with everything that is baked into it."""
+
+    kernel: str
+    head_dim: int
+    dtype: str
+    sm: str
+    baked: tuple[tuple[str, int], ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """File stem and kernel symbol, e.g. `qsa_sparse_decode_d256_bf16_n16_w4_st3_s8_sm90a`."""
+        tags = [f"{TAGS[key]}{value}" for key, value in self.baked]
+        return "_".join([f"qsa_{self.kernel}", f"d{self.head_dim}", self.dtype, *tags, self.sm.replace("_", "")])
+
+
+def _ampere_up(**baked: int) -> tuple[Mapping[str, int], ...]:
+    return (MappingProxyType(baked),)
+
+
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        kernel.name: kernel
+        for kernel in (
+            Kernel(
+                name="sparse_prefill",
+                entry="qsa_cute.kernels.attention.sparse_prefill:SparsePrefill",
+                sms=SMS,
+                tuning=_ampere_up(tile=16, warps=4, stages=3),
+            ),
+            Kernel(
+                name="sparse_decode",
+                entry="qsa_cute.kernels.attention.sparse_decode:SparseDecode",
+                sms=SMS,
+                tuning=_ampere_up(tile=16, warps=4, stages=3, max_splits=geometry.HOST_MAX_SPLITS),
+            ),
+            Kernel(
+                name="sparse_decode_cluster",
+                entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
+                sms=("sm_90a",),
+                tuning=_ampere_up(tile=16, warps=4, stages=3),
+            ),
+        )
+    }
+)
+
+
+def _order(baked: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((key, baked[key]) for key in TAGS if key in baked)
+
+
+def variants(
+    sms: Iterable[str] | None = None,
+    kernels: str = "*",
+    head_dims: Iterable[int] | None = None,
+    dtypes: Iterable[str] | None = None,
+    max_splits: int | None = None,
+) -> list[Variant]:
+    """The variants that match every filter, in registry order.
+
+    Args:
+        sms: targets such as "sm_90a"; all when None.
+        kernels: shell-style pattern over kernel names.
+        head_dims, dtypes: keep only these; all when None.
+        max_splits: replaces the baked split count of the kernels that have one.
+
+    Raises:
+        UnsupportedError: a filter names something that does not exist; the message lists what does.
+    """
+    sms = _known("SM", sms, SMS)
+    head_dims = _known("head dim", head_dims, geometry.SUPPORTED_HEAD_DIMS)
+    dtypes = _known("type", dtypes, DTYPES)
+    matching = fnmatch.filter(KERNELS, kernels)
+    if not matching:
+        raise UnsupportedError(f"no kernel matches {kernels!r}; there are: {', '.join(KERNELS)}")
+    found = []
+    for sm in sms:
+        for kernel in (KERNELS[name] for name in matching):
+            for baked in kernel.tuning:
+                if max_splits is not None and "max_splits" in baked:
+                    baked = {**baked, "max_splits": max_splits}
+                for head_dim in kernel.head_dims:
+                    for dtype in kernel.dtypes:
+                        if sm in kernel.sms and head_dim in head_dims and dtype in dtypes:
+                            found.append(Variant(kernel.name, head_dim, dtype, sm, _order(baked)))
+    return found
+
+
+def _known(what: str, asked: Iterable | None, existing: tuple) -> tuple:
+    if asked is None:
+        return existing
+    asked = tuple(asked)
+    for value in asked:
+        if value not in existing:
+            raise UnsupportedError(f"unknown {what} {value!r}; there are: {', '.join(map(str, existing))}")
+    return asked
