@@ -1,0 +1,181 @@
+"""Sparse prefill attention, one query row at a time: dense BSND K/V, any selection, every SM from 80 up.
+
+    O[b, r, h] = sum_i softmax_i(scale * Q[b, r, h] . K[b, id_i, h // G]) V[b, id_i, h // G],  id = indices[b, r]
+
+Grid: one block a (batch, row, KV head), KV head fastest so that both heads of a token are fetched together;
+flattened on x, which takes 2^31 - 1 blocks. The main loop and its roles: `row_gather.py`.
+
+Baked: head dim, type, warps, pipeline depth. Run-time: batch, lengths, heads, group size 1..16, top-k,
+strides, scale. No positional mask: causality lives in the list. An id counts when 0 <= id < the sequence's
+length; a row at or past the length is stored as zeros and reads nothing.
+
+The caller guarantees: 16-byte aligned rows of Q, K, V, O with unit inner stride; int32 lists.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from qsa_cute.kernels.attention.row_gather import ROWS, RowGather, TokenSource
+from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common.params import f32, i32, i64, ptr
+
+PARAMS = (
+    ptr("q_ptr", "elem", 16),
+    ptr("k_ptr", "elem", 16),
+    ptr("v_ptr", "elem", 16),
+    ptr("o_ptr", "elem", 16),
+    ptr("lse_ptr", "f32"),
+    ptr("indices", "i32"),
+    ptr("context_lengths", "i32"),
+    ptr("query_starts", "i32"),
+    i32("seq_len"),
+    i32("kv_seq_len"),
+    i32("num_kv_heads"),
+    i32("group_size"),
+    i32("top_k"),
+    i64("q_stride_batch"),
+    i64("q_stride_row"),
+    i64("q_stride_head"),
+    i64("k_stride_batch"),
+    i64("k_stride_row"),
+    i64("k_stride_head"),
+    i64("v_stride_batch"),
+    i64("v_stride_row"),
+    i64("v_stride_head"),
+    i64("o_stride_batch"),
+    i64("o_stride_row"),
+    i64("o_stride_head"),
+    i64("indices_stride_batch"),
+    i64("indices_stride_row"),
+    f32("attention_scale"),
+)
+
+
+@dataclass(frozen=True)
+class DenseTokens(TokenSource):
+    """Rows of one sequence's dense K and V."""
+
+    base: Int64  # any readable address: the source of copies of zero bytes
+    k: Int64
+    v: Int64
+    k_row: Int64
+    v_row: Int64
+    length: Int32
+
+    @cute.jit
+    def resolve(self, token: Int32, plane: Int32) -> Int64:
+        addr = Int64(0)
+        if token >= 0 and token < self.length:
+            addr = self.k + Int64(token) * self.k_row
+            if plane != 0:
+                addr = self.v + Int64(token) * self.v_row
+        return addr
+
+
+class SparsePrefill(RowGather):
+    @cute.jit
+    def __call__(
+        self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
+        seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32, group_size: Int32, top_k: Int32,
+        q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
+        k_stride_batch: Int64, k_stride_row: Int64, k_stride_head: Int64,
+        v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64,
+        o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64,
+        indices_stride_batch: Int64, indices_stride_row: Int64, attention_scale: Float32, stream: cuda.CUstream,
+    ):
+        self.kernel(
+            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, indices, context_lengths, query_starts,
+            seq_len, kv_seq_len, num_kv_heads, group_size, top_k,
+            q_stride_batch, q_stride_row, q_stride_head, k_stride_batch, k_stride_row, k_stride_head,
+            v_stride_batch, v_stride_row, v_stride_head, o_stride_batch, o_stride_row, o_stride_head,
+            indices_stride_batch, indices_stride_row, attention_scale,
+        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
+        seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32, group_size: Int32, top_k: Int32,
+        q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
+        k_stride_batch: Int64, k_stride_row: Int64, k_stride_head: Int64,
+        v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64,
+        o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64,
+        indices_stride_batch: Int64, indices_stride_row: Int64, attention_scale: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        kv_head = block % num_kv_heads
+        row = (block // num_kv_heads) % seq_len
+        batch = block // num_kv_heads // seq_len
+        smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
+
+        length = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
+        start = Int32(0)
+        if query_starts.toint() != 0:
+            start = ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
+        head = Int64(kv_head * group_size)
+        q = q_ptr.toint() + (
+            Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head
+        ) * 2
+        o = o_ptr.toint() + (
+            Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head
+        ) * 2
+        lse = lse_ptr.toint()
+        if lse != 0:
+            lse = lse + ((Int64(batch) * seq_len + row) * num_kv_heads + kv_head) * group_size * 4
+
+        if start + row < length:
+            source = DenseTokens(
+                k_ptr.toint(),
+                k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
+                v_ptr.toint() + (Int64(batch) * v_stride_batch + Int64(kv_head) * v_stride_head) * 2,
+                k_stride_row * 2, v_stride_row * 2, cutlass.min(length, kv_seq_len),
+            )
+            ids = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row) * indices_stride_row) * 4
+            self.live_row(smem, source, q, q_stride_head * 2, ids, top_k, o, o_stride_head * 2, lse, group_size,
+                          attention_scale * ops.LOG2_E, tid)
+        else:
+            self.padded_row(o, o_stride_head * 2, lse, group_size, tid)
+
+    @cute.jit
+    def live_row(
+        self, smem: Int32, source: TokenSource, q: Int64, q_head: Int64, ids: Int64, top_k: Int32, o: Int64,
+        o_head: Int64, lse: Int64, group: Int32, scale_log2: Float32, tid: Int32,
+    ):
+        tO = cute.make_rmem_tensor((self.head_dim // 2,), Float32)
+        tMax = cute.make_rmem_tensor((2,), Float32)
+        tSum = cute.make_rmem_tensor((2,), Float32)
+        self.load_q(smem, q, q_head, group, tid)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.attend(smem, source, ids, top_k, warp, Int32(self.warps), scale_log2, tO, tMax, tSum)
+        self.put_partial(smem, tO, tMax, tSum)
+        cute.arch.sync_threads()
+        self.store_row(smem, o, o_head, lse, group, tid)
+
+    @cute.jit
+    def store_row(self, smem: Int32, o: Int64, o_head: Int64, lse: Int64, group: Int32, tid: Int32):
+        """Combine the warps and store: four columns a thread."""
+        factors = cute.make_rmem_tensor((self.warps,), Float32)
+        quads = self.head_dim // 4
+        for i in cutlass.range(tid, group * quads, self.threads, unroll=1):
+            row = i // quads
+            col = (i % quads) * 4
+            top, total = self.combined_stats(smem, row, factors)
+            self.store_o(o + Int64(row) * o_head + Int64(col * 2), self.combined_o(smem, row, col, factors), total)
+            if col == 0 and lse != 0:
+                self.store_lse(lse + Int64(row) * 4, top, total)
+
+    @cute.jit
+    def padded_row(self, o: Int64, o_head: Int64, lse: Int64, group: Int32, tid: Int32):
+        quads = self.head_dim // 4
+        for i in cutlass.range(tid, group * quads, self.threads, unroll=1):
+            row = i // quads
+            col = (i % quads) * 4
+            ops.store_global_i32x2(o + Int64(row) * o_head + Int64(col * 2), Int32(0), Int32(0))
+            if col == 0 and lse != 0:
+                ops.store_global_f32(lse + Int64(row) * 4, -Float32.inf)

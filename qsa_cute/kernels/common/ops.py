@@ -1,0 +1,153 @@
+"""The few PTX instructions that CuTe DSL has no short form for, on plain addresses.
+
+Global addresses are Int64, shared addresses Int32 (the 32-bit shared window). Each function is one
+instruction; the numerics and layouts are PTX's own.
+"""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+ELEMENTS = {"bf16": BFloat16, "fp16": cute.Float16}
+PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
+
+
+def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
+    """16 bytes global -> shared, bypassing L1; the bytes past `size` (0 or 16) are written as zeros and not read."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[dst, src, size]
+    )
+
+
+def ldmatrix_x4(addr: Int32) -> tuple:
+    """Four 8x8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i // 8."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[addr],
+    )
+
+
+def ldmatrix_x4_trans(addr: Int32) -> tuple:
+    """`ldmatrix_x4`, each matrix transposed on the way."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[addr],
+    )
+
+
+def mma_16816(dtype: str, a: tuple, b: tuple, c: tuple) -> tuple:
+    """D = A B + C on one m16n8k16 tile: A 4, B 2 packed registers; C and D 4 FP32."""
+    t = PTX_TYPES[dtype]
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def pack_2(dtype: str, low: Float32, high: Float32) -> Int32:
+    """Two FP32 rounded to nearest even and packed, `low` in the low half."""
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{PTX_TYPES[dtype]}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[high, low],
+    )
+
+
+def load_global_i32(addr: Int64) -> Int32:
+    return cute.arch.inline_ptx(
+        "ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr]
+    )
+
+
+def load_global_f32(addr: Int64) -> Float32:
+    """Coherent: reads what other blocks of this launch wrote."""
+    return cute.arch.inline_ptx(
+        "ld.global.cg.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr]
+    )
+
+
+def load_global_f32x4(addr: Int64) -> tuple:
+    """Coherent: reads what other blocks of this launch wrote."""
+    return cute.arch.inline_ptx(
+        "ld.global.cg.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[addr],
+    )
+
+
+def store_global_i32(addr: Int64, value: Int32) -> None:
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def store_global_i32x2(addr: Int64, v0: Int32, v1: Int32) -> None:
+    cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
+
+
+def store_global_f32(addr: Int64, value: Float32) -> None:
+    cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def store_global_f32x4(addr: Int64, v: tuple) -> None:
+    cute.arch.inline_ptx(
+        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v]
+    )
+
+
+def load_shared_f32(addr: Int32) -> Float32:
+    return cute.arch.inline_ptx(
+        "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr]
+    )
+
+
+def load_shared_f32x4(addr: Int32) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[addr],
+    )
+
+
+def store_shared_f32(addr: Int32, value: Float32) -> None:
+    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def store_shared_f32x2(addr: Int32, v0: Float32, v1: Float32) -> None:
+    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
+
+
+def map_cluster(addr: Int32, rank: Int32) -> Int32:
+    """The address, in the cluster's shared window, of `addr` in the block of that rank."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[addr, rank]
+    )
+
+
+def store_cluster_f32(addr: Int32, value: Float32) -> None:
+    cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def store_cluster_f32x4(addr: Int32, v: tuple) -> None:
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v]
+    )
+
+
+def load_shared_i32(addr: Int32) -> Int32:
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def store_shared_i32(addr: Int32, value: Int32) -> None:
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def atomic_add_i32(addr: Int64, value: Int32) -> Int32:
+    """Global, device scope; the value before."""
+    return cute.arch.inline_ptx(
+        "atom.global.acq_rel.gpu.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[addr, value]
+    )
