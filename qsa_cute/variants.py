@@ -10,9 +10,12 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
 
 from qsa_cute import geometry
 from qsa_cute.errors import UnsupportedError
+
+T = TypeVar("T")
 
 DTYPES = ("bf16", "fp16")
 
@@ -39,25 +42,39 @@ TAGS: Mapping[str, str] = MappingProxyType({"tile": "n", "warps": "w", "stages":
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """One set of baked constants, and where it is used.
+
+    Attributes:
+        baked: the keyword arguments of the kernel's class beside head dim and type.
+        sms, head_dims, dtypes: what it is built for.
+    """
+
+    baked: Mapping[str, int]
+    sms: tuple[str, ...] = SMS
+    head_dims: tuple[int, ...] = geometry.SUPPORTED_HEAD_DIMS
+    dtypes: tuple[str, ...] = DTYPES
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One algorithm: where its code is, and what it is built for.
 
     Attributes:
         name: the first part of every variant's name, and what `--kernels` matches.
         entry: "module:Class" of the CuTe DSL code; a string, because only a build imports it.
-        sms: targets, in build order.
-        tuning: the baked constants; several entries make several variants.
-        tensor_core: the SASS instruction a correct build must contain.
-        head_dims, dtypes: what it is built for.
+        tuning: the baked constants per target; several that overlap make several variants.
+        tensor_core: the SASS instruction a correct build must contain; "" for a kernel without matrix products.
     """
 
     name: str
     entry: str
-    sms: tuple[str, ...]
-    tuning: tuple[Mapping[str, int], ...]
+    tuning: tuple[Tuning, ...]
     tensor_core: str = "HMMA"
-    head_dims: tuple[int, ...] = geometry.SUPPORTED_HEAD_DIMS
-    dtypes: tuple[str, ...] = DTYPES
+
+    @property
+    def sms(self) -> tuple[str, ...]:
+        return tuple(sm for sm in SMS if any(sm in tuning.sms for tuning in self.tuning))
 
 
 @dataclass(frozen=True, order=True)
@@ -72,13 +89,17 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """File stem and kernel symbol, e.g. `qsa_sparse_decode_d256_bf16_n16_w4_st3_s8_sm90a`."""
+        """File stem and kernel symbol, e.g. `qsa_sparse_decode_d256_bf16_w4_st3_s8_sm90a`."""
         tags = [f"{TAGS[key]}{value}" for key, value in self.baked]
         return "_".join([f"qsa_{self.kernel}", f"d{self.head_dim}", self.dtype, *tags, self.sm.replace("_", "")])
 
 
-def _ampere_up(**baked: int) -> tuple[Mapping[str, int], ...]:
-    return (MappingProxyType(baked),)
+def _row_gather(**baked: int) -> tuple[Tuning, ...]:
+    """Three stages of a warp's ring; two where three of 256 columns do not fit the shared memory (99 KiB)."""
+    small = tuple(sm for sm in SMS if SMEM_OPTIN_KIB[sm] < 107)
+    large = tuple(sm for sm in SMS if sm not in small)
+    three, two = ({"warps": 4, "stages": stages, **baked} for stages in (3, 2))
+    return (Tuning(three, large), Tuning(two, small, (256,)), Tuning(three, small, (128,)))
 
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
@@ -88,28 +109,27 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             Kernel(
                 name="sparse_prefill",
                 entry="qsa_cute.kernels.attention.sparse_prefill:SparsePrefill",
-                sms=SMS,
-                tuning=_ampere_up(tile=16, warps=4, stages=3),
+                tuning=_row_gather(),
             ),
             Kernel(
                 name="sparse_decode",
                 entry="qsa_cute.kernels.attention.sparse_decode:SparseDecode",
-                sms=SMS,
-                tuning=_ampere_up(tile=16, warps=4, stages=3, max_splits=geometry.HOST_MAX_SPLITS),
+                tuning=_row_gather(max_splits=geometry.HOST_MAX_SPLITS),
             ),
             Kernel(
                 name="sparse_decode_cluster",
                 entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
-                sms=("sm_90a",),
-                tuning=_ampere_up(tile=16, warps=4, stages=3),
+                tuning=(Tuning({"warps": 4, "stages": 3}, ("sm_90a",)),),
             ),
         )
     }
 )
 
 
-def _order(baked: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((key, baked[key]) for key in TAGS if key in baked)
+def order_baked(baked: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """A `Variant`'s `baked`: the constants in the order in which its name has them."""
+    place = list(TAGS).index  # a constant without a tag is an error: it would not change the name
+    return tuple(sorted(baked.items(), key=lambda item: place(item[0])))
 
 
 def variants(
@@ -127,6 +147,8 @@ def variants(
         head_dims, dtypes: keep only these; all when None.
         max_splits: replaces the baked split count of the kernels that have one.
 
+    Returns: without duplicates; empty when the filters exist but do not meet.
+
     Raises:
         UnsupportedError: a filter names something that does not exist; the message lists what does.
     """
@@ -139,17 +161,25 @@ def variants(
     found = []
     for sm in sms:
         for kernel in (KERNELS[name] for name in matching):
-            for baked in kernel.tuning:
+            for tuning in kernel.tuning:
+                baked = dict(tuning.baked)
                 if max_splits is not None and "max_splits" in baked:
-                    baked = {**baked, "max_splits": max_splits}
-                for head_dim in kernel.head_dims:
-                    for dtype in kernel.dtypes:
-                        if sm in kernel.sms and head_dim in head_dims and dtype in dtypes:
-                            found.append(Variant(kernel.name, head_dim, dtype, sm, _order(baked)))
+                    baked["max_splits"] = max_splits
+                for head_dim in tuning.head_dims:
+                    for dtype in tuning.dtypes:
+                        if sm in tuning.sms and head_dim in head_dims and dtype in dtypes:
+                            found.append(Variant(kernel.name, head_dim, dtype, sm, order_baked(baked)))
     return found
 
 
-def _known(what: str, asked: Iterable | None, existing: tuple) -> tuple:
+def is_registered(variant: Variant) -> bool:
+    """Whether the registry has this variant, for its own number of splits or another one."""
+    if variant.kernel not in KERNELS or variant.sm not in SMS:
+        return False
+    return variant in variants([variant.sm], variant.kernel, max_splits=dict(variant.baked).get("max_splits"))
+
+
+def _known(what: str, asked: Iterable[T] | None, existing: tuple[T, ...]) -> tuple[T, ...]:
     if asked is None:
         return existing
     asked = tuple(asked)
