@@ -1,0 +1,313 @@
+"""Finds, reads and checks built artifacts. Pure Python: no CUDA, no compiler, nothing at import.
+
+A store is a folder with one sub-folder per SM, each holding cubins and a manifest.json (docs/artifacts.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
+from qsa_cute.errors import ArgumentError, ArtifactError
+from qsa_cute.runtime import sm as sm_rules
+
+ENVIRONMENT = "QSA_CUTE_ARTIFACTS"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_Json = Mapping[str, Any]
+
+
+def mend(sm: str) -> str:
+    """The command that makes the artifacts of `sm`, as every message quotes it."""
+    return f"python build_cutedsl.py build --gpu-arch {sm}"
+
+
+class Wanted(NamedTuple):
+    """What a caller asks for; hashable, so that it can be the key of a look-up.
+
+    Attributes:
+        kernel: the registry's kernel name, such as "sparse_decode".
+        head_dim: 256 or 128.
+        dtype: "bf16" or "fp16".
+        baked: baked constants that must match, as sorted pairs; empty takes whatever was built.
+    """
+
+    kernel: str
+    head_dim: int
+    dtype: str
+    baked: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(key: Any) -> Wanted:
+        """From a `Wanted`, a (kernel, head_dim, dtype[, baked]) tuple, or anything with those attributes.
+
+        Raises:
+            ArgumentError: the key is none of these.
+        """
+        if isinstance(key, Wanted):
+            return key
+        if not isinstance(key, tuple) and hasattr(key, "kernel"):
+            key = (key.kernel, key.head_dim, key.dtype, key.baked)
+        if not isinstance(key, tuple) or len(key) not in (3, 4):
+            raise ArgumentError(f"a kernel is asked for as (kernel, head_dim, dtype, baked or None), got {key!r}")
+        baked = (key[3] if len(key) == 4 else None) or ()
+        return Wanted(key[0], key[1], key[2], tuple(sorted(dict(baked).items())))
+
+    def __str__(self) -> str:
+        baked = "".join(f" {name}={value}" for name, value in self.baked)
+        return f"{self.kernel} d{self.head_dim} {self.dtype}{baked}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRecord:
+    """One kernel parameter: name, kind ("ptr", "i64", "i32", "f32"), byte offset and size."""
+
+    name: str
+    kind: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRecord:
+    """One cubin as its manifest describes it; sizes in bytes."""
+
+    name: str
+    kernel: str
+    head_dim: int
+    dtype: str
+    baked: Mapping[str, int]
+    file: str
+    sha256: str
+    size: int
+    symbol: str
+    threads: int
+    smem_bytes: int
+    static_smem_bytes: int
+    params: tuple[ParamRecord, ...]
+    param_bytes: int
+
+    def answers(self, wanted: Wanted) -> bool:
+        """Whether this cubin is what was asked for."""
+        return (self.kernel, self.head_dim, self.dtype) == wanted[:3] and all(
+            self.baked.get(name) == value for name, value in wanted.baked
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactSet:
+    """The cubins of one SM: a folder whose manifest was read and found sound."""
+
+    folder: Path
+    sm: str
+    dsl_version: str
+    ptxas_version: str
+    source_digest: str
+    variants: Mapping[str, VariantRecord]
+
+    @staticmethod
+    def read(folder: Path) -> ArtifactSet:
+        """Read `folder`'s manifest and check all that can be checked without the cubins.
+
+        Raises:
+            ArtifactError: missing, unreadable, of another schema or ABI, or inconsistent.
+        """
+        reader = _ManifestReader(folder)
+        manifest = reader.load()
+        variants = {name: reader.variant(name, record) for name, record in manifest["variants"].items()}
+        versions = {key: str(manifest.get(key, "")) for key in ("dsl_version", "ptxas_version", "source_digest")}
+        return ArtifactSet(folder=folder, sm=folder.name, variants=variants, **versions)
+
+    @property
+    def min_driver(self) -> int:
+        """Oldest driver for these cubins, as cuDriverGetVersion counts: the first of their ptxas' major."""
+        major = self.ptxas_version.split(".")[0]
+        return int(major) * 1000 if major.isdigit() else 0
+
+    def find(self, wanted: Wanted) -> VariantRecord | None:
+        """The one variant that answers, or None.
+
+        Raises:
+            ArgumentError: several do; the message tells them apart.
+        """
+        found = [record for record in self.variants.values() if record.answers(wanted)]
+        if len(found) > 1:
+            names = ", ".join(sorted(record.name for record in found))
+            raise ArgumentError(f"{wanted} is ambiguous in {self.folder}: {names}; say which by its baked constants")
+        return found[0] if found else None
+
+    def cubin(self, record: VariantRecord) -> bytes:
+        """The bytes of a variant, with size and sha256 as the manifest has them.
+
+        Raises:
+            ArtifactError: missing, truncated or altered.
+        """
+        path = self.folder / record.file
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise self._bad(path, f"cannot be read ({error.strerror})") from error
+        if len(data) != record.size:
+            raise self._bad(path, f"has {len(data)} bytes where its manifest says {record.size}")
+        found = hashlib.sha256(data).hexdigest()
+        if found != record.sha256:
+            raise self._bad(path, f"has sha256 {found[:12]}... where its manifest says {record.sha256[:12]}...")
+        return data
+
+    def _bad(self, path: Path, what: str) -> ArtifactError:
+        return ArtifactError(f"cubin {path} {what}; rebuild it: {mend(self.sm)} --force")
+
+
+class _ManifestReader:
+    """Parses one manifest; every complaint names the file and the mending command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / MANIFEST
+
+    def load(self) -> _Json:
+        try:
+            manifest = json.loads(self.path.read_bytes())
+        except OSError as error:
+            raise self._bad(f"cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise self._bad(f"is not JSON ({error})") from error
+        if not isinstance(manifest, dict):
+            raise self._bad("is not a JSON object")
+        for key, mine in (("schema", SCHEMA), ("abi", ABI)):
+            if manifest.get(key) != mine:
+                raise self._bad(f"has {key} {manifest.get(key)!r}, this qsa_cute reads {key} {mine}")
+        if manifest.get("sm") != self.folder.name:
+            raise self._bad(f"is for {manifest.get('sm')!r} but lies in a folder named {self.folder.name!r}")
+        if not isinstance(manifest.get("variants"), dict):
+            raise self._bad("has no table of variants")
+        return manifest
+
+    def variant(self, name: str, record: Any) -> VariantRecord:
+        text: dict[str, Any] = {
+            key: self._field(name, record, key, str) for key in ("kernel", "dtype", "file", "sha256", "symbol")
+        }
+        numbers: dict[str, Any] = {
+            key: self._field(name, record, key, int)
+            for key in ("head_dim", "size", "threads", "smem_bytes", "static_smem_bytes", "param_bytes")
+        }
+        if Path(text["file"]).name != text["file"] or "\\" in text["file"]:
+            raise self._bad(f"names the file {text['file']!r} for {name}, which leaves its folder")
+        baked = self._field(name, record, "baked", dict)
+        params = tuple(self._param(name, param) for param in self._field(name, record, "params", list))
+        end = 0
+        for param in params:
+            if param.offset < end or param.offset % param.size:
+                raise self._bad(f"puts parameter {param.name} of {name} at {param.offset}, overlapping or unaligned")
+            end = param.offset + param.size
+        if end > numbers["param_bytes"]:
+            raise self._bad(f"gives {name} {numbers['param_bytes']} parameter bytes, its parameters need {end}")
+        return VariantRecord(name=name, baked=baked, params=params, **text, **numbers)
+
+    def _param(self, name: str, record: Any) -> ParamRecord:
+        param = ParamRecord(
+            name=self._field(name, record, "name", str),
+            kind=self._field(name, record, "kind", str),
+            offset=self._field(name, record, "offset", int),
+            size=self._field(name, record, "size", int),
+        )
+        sound = param.name.isidentifier() and param.kind in KINDS
+        if not sound or param.size != struct.calcsize("<" + KINDS[param.kind]):
+            raise self._bad(f"describes a parameter of {name} that cannot be packed: {param}")
+        return param
+
+    def _field(self, name: str, record: Any, key: str, kind: type) -> Any:
+        value = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+            raise self._bad(f"has {key} = {value!r} for {name}, where a {kind.__name__} belongs")
+        return value
+
+    def _bad(self, what: str) -> ArtifactError:
+        return ArtifactError(f"manifest {self.path} {what}; rebuild it: {mend(self.folder.name)}")
+
+
+class Store:
+    """A folder of artifact sets. Manifests are read at first use and kept until `forget`.
+
+    Args:
+        path: the folder; None looks in the places that `find_root` names.
+
+    Raises:
+        ArtifactError: there is no such folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.root = find_root(path)
+        self._sets: dict[str, ArtifactSet] = {}
+
+    def sms(self) -> list[str]:
+        """SMs that have a folder with a manifest, sorted by name."""
+        return sorted(path.parent.name for path in self.root.glob(f"*/{MANIFEST}"))
+
+    def read(self, sm: str) -> ArtifactSet:
+        """The set of one SM. Raises ArtifactError as `ArtifactSet.read` does."""
+        if sm not in self._sets:
+            self._sets[sm] = ArtifactSet.read(self.root / sm)
+        return self._sets[sm]
+
+    def forget(self, sm: str) -> None:
+        """Read `sm`'s manifest anew next time: the folder may have been rebuilt since."""
+        self._sets.pop(sm, None)
+
+    def candidates(self, wanted: Wanted, capability: tuple[int, int]) -> Iterator[tuple[ArtifactSet, VariantRecord]]:
+        """Variants that answer on a device of this compute capability, best SM first.
+
+        Raises:
+            ArtifactError: there is none; the message lists what exists.
+        """
+        found = False
+        for sm in sm_rules.preference(self.sms(), capability):
+            artifacts = self.read(sm)
+            record = artifacts.find(wanted)
+            if record is not None:
+                found = True
+                yield artifacts, record
+        if not found:
+            raise ArtifactError(self._missing(wanted, capability))
+
+    def _missing(self, wanted: Wanted, capability: tuple[int, int]) -> str:
+        target = sm_rules.target(capability)
+        usable = sm_rules.preference(self.sms(), capability)
+        if not usable:
+            has = f"{self.root} has artifacts for {', '.join(self.sms()) or 'no SM'}"
+            why = f"none of which runs on compute capability {capability[0]}.{capability[1]}"
+            return f"no artifact for {wanted}: {has}, {why}; build it: {mend(target)}"
+        names = sorted(name for sm in usable for name in self.read(sm).variants)
+        has = f"{self.root} has for this device: {', '.join(names) or 'nothing'}"
+        return f"no artifact for {wanted}: {has}; build it: {mend(usable[0])}"
+
+
+def find_root(path: str | os.PathLike[str] | None = None) -> Path:
+    """The artifact folder: `path`, else $QSA_CUTE_ARTIFACTS, else the package's own, else the checkout's.
+
+    A path that was given, by argument or environment, is the only one looked at.
+
+    Raises:
+        ArtifactError: it does not exist; the message names every place looked at.
+    """
+    given = Path(path) if path is not None else None
+    source = "the path given"
+    if given is None and os.environ.get(ENVIRONMENT):
+        given, source = Path(os.environ[ENVIRONMENT]), f"${ENVIRONMENT}"
+    if given is not None:
+        if given.is_dir():
+            return given.resolve()
+        raise ArtifactError(f"{source} is not a folder: {given}; build one: {mend('sm_90a')} --output {given}")
+    places = (_PACKAGE / "artifacts", _PACKAGE.parent / "artifacts")
+    for place in places:
+        if next(place.glob(f"*/{MANIFEST}"), None) is not None:
+            return place
+    looked = ", ".join(map(str, places))
+    raise ArtifactError(f"no artifacts found: ${ENVIRONMENT} is not set, and nothing in {looked}; {mend('sm_90a')}")

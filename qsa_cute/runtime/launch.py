@@ -1,0 +1,161 @@
+"""One kernel, ready in one context: packs its parameters and launches it.
+
+The whole host cost of a run is spent here, so the path of `Kernel.launch` allocates nothing it can keep:
+parameters go into a buffer at the offsets the cubin reports, and the CUlaunchConfig lies in a second buffer
+of which only the fields that change are written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import struct
+from typing import Any
+
+from qsa_cute.abi import KINDS
+from qsa_cute.errors import ArgumentError, DriverError
+from qsa_cute.runtime.artifacts import VariantRecord
+from qsa_cute.runtime.driver import Driver, Handle
+
+# CUlaunchConfig (56 bytes) followed by one CUlaunchAttribute, as cuda.h lays them out on 64-bit hosts.
+_CONFIG = struct.Struct("<7I4xQQI4x")  # grid x y z, block x y z, shared memory, stream, attributes, their number
+_ATTRIBUTE = struct.Struct("<I4x3I52x")  # id, value: cluster x y z
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+# Indices of the fields that a launch writes, in words of 4 and of 8 bytes.
+_GRID_X, _GRID_Y, _GRID_Z, _NUM_ATTRIBUTES, _CLUSTER_X = 0, 1, 2, 12, _CONFIG.size // 4 + 2
+_STREAM = 4
+
+_NO_EXTRA = 0
+
+
+class Packer:
+    """Writes an object's attributes where a kernel's parameters lie.
+
+    Args:
+        record: the variant; its parameters' names are the attributes' names.
+    """
+
+    def __init__(self, record: VariantRecord) -> None:
+        self.record = record
+        self.size = record.param_bytes
+        self.offsets = tuple(param.offset for param in record.params)
+        names = [param.name for param in record.params]
+        self._single = len(names) == 1
+        self._values = operator.attrgetter(*names)
+        code, end = ["<"], 0
+        for param in record.params:
+            code.append(f"{param.offset - end}x{KINDS[param.kind]}")
+            end = param.offset + param.size
+        self._layout = struct.Struct("".join(code))
+
+    def pack(self, buffer: Any, params: Any) -> None:
+        """Write `params` into a writable buffer of at least `size` bytes.
+
+        Raises:
+            ArgumentError: an attribute is missing or does not fit its kind; the message names it.
+        """
+        try:
+            values = self._values(params)
+            if self._single:
+                values = (values,)
+            self._layout.pack_into(buffer, 0, *values)
+        except (AttributeError, struct.error, TypeError, OverflowError) as error:
+            raise self._explain(params) from error
+
+    def _explain(self, params: Any) -> ArgumentError:
+        for param in self.record.params:
+            value = getattr(params, param.name, None)
+            try:
+                struct.pack("<" + KINDS[param.kind], value)
+            except (struct.error, TypeError, OverflowError):
+                where = f"parameter {param.name} of {self.record.kernel}"
+                return ArgumentError(f"{where} takes a value of kind {param.kind}, got {value!r}")
+        return ArgumentError(f"the parameters of {self.record.kernel} cannot be packed from {type(params).__name__}")
+
+
+class _Slot:
+    """Buffers of one launch under way: parameters, the array of their addresses, and the launch configuration."""
+
+    def __init__(self, driver: Driver, packer: Packer, record: VariantRecord) -> None:
+        self.params = ctypes.create_string_buffer(packer.size)
+        base = ctypes.addressof(self.params)
+        self._array = (ctypes.c_void_p * len(packer.offsets))(*(base + offset for offset in packer.offsets))
+        self.array = ctypes.addressof(self._array)
+        self._memory = ctypes.create_string_buffer(_CONFIG.size + _ATTRIBUTE.size)
+        address = ctypes.addressof(self._memory)
+        attribute = address + _CONFIG.size
+        _CONFIG.pack_into(self._memory, 0, 1, 1, 1, record.threads, 1, 1, record.smem_bytes, 0, attribute, 0)
+        _ATTRIBUTE.pack_into(self._memory, _CONFIG.size, _CLUSTER_DIMENSION, 1, 1, 1)
+        view = memoryview(self._memory).cast("B")
+        self.words = view.cast("I")
+        self.quads = view.cast("Q")
+        self.config = driver.launch_config(address)
+
+
+class Kernel:
+    """A loaded kernel in one context.
+
+    Attributes:
+        record: what the manifest says of it.
+        device: ordinal of the device it runs on.
+    """
+
+    def __init__(self, driver: Driver, record: VariantRecord, function: Handle, device: int) -> None:
+        self.record = record
+        self.device = device
+        self._driver = driver
+        self._launch = driver.launch
+        self._function = function
+        self._packer = Packer(record)
+        self._slots: list[_Slot] = []
+
+    def launch(self, params: Any, grid: int | tuple[int, int, int], stream: int, cluster: int = 1) -> None:
+        """Launch on `stream` of the current context. Any number of threads may launch at once.
+
+        Args:
+            params: an object with an attribute for every parameter of the manifest.
+            grid: blocks along x, or (x, y, z).
+            stream: CUstream as an integer; 0 is the legacy default stream.
+            cluster: blocks of a cluster, along x; `grid` must be a multiple.
+
+        Raises:
+            ArgumentError: a parameter is missing or does not fit its kind; nothing was launched.
+            DriverError: the driver refused the launch.
+        """
+        try:
+            slot = self._slots.pop()
+        except IndexError:
+            slot = _Slot(self._driver, self._packer, self.record)
+        try:
+            self._packer.pack(slot.params, params)
+            words = slot.words
+            if isinstance(grid, tuple):
+                words[_GRID_X], words[_GRID_Y], words[_GRID_Z] = grid
+            else:
+                words[_GRID_X] = grid
+                words[_GRID_Y] = words[_GRID_Z] = 1
+            slot.quads[_STREAM] = stream
+            words[_CLUSTER_X] = cluster
+            words[_NUM_ATTRIBUTES] = cluster > 1
+            # The driver copies the parameters before it returns, so the slot is free for the next launch.
+            error = self._launch(slot.config, self._function, slot.array, _NO_EXTRA)[0]
+        finally:
+            self._slots.append(slot)
+        if error:
+            raise self._refused(error, grid, cluster)
+
+    def _refused(self, error: Any, grid: int | tuple[int, int, int], cluster: int) -> DriverError:
+        shape = f"grid {grid}, cluster {cluster}, {self.record.threads} threads, {self.record.smem_bytes} bytes"
+        return DriverError(f"launch of {self.record.name} ({shape}) failed: {self._driver.error_text(error)}")
+
+
+class ForeignKernel(Kernel):
+    """A kernel whose context is not the caller's: it is made current for each launch."""
+
+    def __init__(self, kernel: Kernel, context: Handle) -> None:
+        super().__init__(kernel._driver, kernel.record, kernel._function, kernel.device)
+        self._context = context
+
+    def launch(self, params: Any, grid: int | tuple[int, int, int], stream: int, cluster: int = 1) -> None:
+        with self._driver.pushed(self._context):
+            super().launch(params, grid, stream, cluster)
