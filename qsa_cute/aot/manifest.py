@@ -1,0 +1,134 @@
+"""What is recorded of a variant and of a folder of variants, and what makes a variant fail the build."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
+from qsa_cute.aot.cubin import Cubin
+from qsa_cute.aot.sass import local_memory, tensor_core
+from qsa_cute.errors import ArtifactError
+from qsa_cute.variants import KERNELS, SMEM_OPTIN_KIB, Variant, order_baked
+
+Record = dict[str, Any]
+
+
+def layout(params: Iterable[Mapping[str, str]]) -> list[Record]:
+    """Offsets and sizes of a parameter list at natural alignment: [{"name", "kind", "offset", "size"}]."""
+    table, end = [], 0
+    for param in params:
+        size = struct.calcsize(f"<{KINDS[param['kind']]}")
+        offset = -(-end // size) * size
+        table.append({**param, "offset": offset, "size": size})
+        end = offset + size
+    return table
+
+
+def record(
+    variant: Variant, digest: str, data: bytes, cubin: Cubin, counts: Counter[str], report: Mapping[str, Any]
+) -> Record:
+    """A variant's entry in the manifest.
+
+    Args:
+        data, cubin: the file and what its ELF says.
+        counts: its SASS opcodes.
+        report: what the kernel's class says, from `compile.compile_variant`.
+    """
+    params = layout(report["params"])
+    return {
+        "kernel": variant.kernel,
+        "head_dim": variant.head_dim,
+        "dtype": variant.dtype,
+        "baked": dict(variant.baked),
+        "file": f"{variant.name}.cubin",
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "size": len(data),
+        "symbol": cubin.symbol,
+        "threads": report["threads"],
+        "smem_bytes": report["smem_bytes"],
+        "static_smem_bytes": cubin.static_smem_bytes,
+        "registers": cubin.registers,
+        "spill_bytes": cubin.stack_bytes,
+        "params": params,
+        "param_bytes": params[-1]["offset"] + params[-1]["size"] if params else 0,
+        "tensor_core": tensor_core(counts),
+        "digest": digest,
+    }
+
+
+def defects(entry: Record, sm: str, cubin: Cubin, counts: Counter[str]) -> list[str]:
+    """Reasons, each with its figure, for which a variant must not be published."""
+    found = []
+    if entry["spill_bytes"] or local_memory(counts):
+        found.append(
+            f"it spills: {entry['spill_bytes']} bytes of stack a thread, {local_memory(counts)} accesses to local "
+            f"memory, at {entry['registers']} registers"
+        )
+    smem, limit = entry["smem_bytes"] + entry["static_smem_bytes"], SMEM_OPTIN_KIB[sm] * 1024
+    if smem > limit:
+        found.append(f"it needs {smem} bytes of shared memory, {sm} gives a block at most {limit}")
+    expected = KERNELS[entry["kernel"]].tensor_core
+    if expected and expected not in entry["tensor_core"]:
+        found.append(f"its SASS has no {expected}; its tensor-core instructions: {entry['tensor_core'] or 'none'}")
+    declared = tuple((param["offset"], param["size"]) for param in entry["params"])
+    if declared != cubin.params:
+        found.append(f"PARAMS lays its parameters out as {declared}, the cubin as {cubin.params} (offset, size)")
+    return found
+
+
+def variant_of(entry: Record, sm: str) -> Variant | None:
+    """The variant that an entry describes; None when its baked constants are none of today's."""
+    try:
+        return Variant(entry["kernel"], entry["head_dim"], entry["dtype"], sm, order_baked(entry["baked"]))
+    except ValueError:
+        return None
+
+
+def manifest(sm: str, dsl: str, ptxas: str, source_digest: str, entries: Mapping[str, Record]) -> Record:
+    return {
+        "schema": SCHEMA,
+        "abi": ABI,
+        "sm": sm,
+        "dsl_version": dsl,
+        "ptxas_version": ptxas,
+        "source_digest": source_digest,
+        "variants": dict(entries),
+    }
+
+
+def write_json(path: Path, value: Record) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def read_json(path: Path, schema: int = SCHEMA) -> Record | None:
+    """A manifest, lock or evidence file; None when there is none.
+
+    Raises:
+        ArtifactError: not JSON, not an object, or of another schema.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; delete it and build again") from error
+    if not isinstance(value, dict) or value.get("schema") != schema:
+        got = value.get("schema") if isinstance(value, dict) else type(value).__name__
+        raise ArtifactError(f"{path} has schema {got!r}, this version reads {schema}; delete it and build again")
+    return value
+
+
+def read_manifest(folder: Path) -> Record | None:
+    """The manifest of an SM's folder, None when there is none; raises as `read_json`."""
+    return read_json(folder / MANIFEST)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,141 @@
+"""Checks built sets against their manifests, the lock and the GPU evidence; writes the lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qsa_cute.abi import ABI, MANIFEST, SCHEMA
+from qsa_cute.aot import manifest as mf
+from qsa_cute.errors import ArtifactError
+from qsa_cute.variants import SMS, variants
+
+LOCK = "lock.json"
+EVIDENCE = "evidence"
+
+
+def build_command(sm: str) -> str:
+    return f"python build_cutedsl.py build --gpu-arch {sm}"
+
+
+def built_sms(root: Path) -> tuple[str, ...]:
+    """SMs that have a set, in registry order."""
+    return tuple(sm for sm in SMS if (root / sm / MANIFEST).is_file())
+
+
+def load(root: Path, sm: str) -> mf.Record:
+    """An SM's manifest, its head checked.
+
+    Raises:
+        ArtifactError: there is none, or it is unreadable, foreign or of another version.
+    """
+    manifest = mf.read_manifest(root / sm)
+    if manifest is None:
+        there = ", ".join(built_sms(root)) or "none"
+        raise ArtifactError(f"{root} has no set for {sm}, built are: {there}; run: {build_command(sm)}")
+    if manifest["sm"] != sm or manifest["abi"] != ABI:
+        raise ArtifactError(
+            f"{root / sm / MANIFEST} is of {manifest['sm']} and ABI {manifest['abi']}, wanted {sm} and ABI {ABI}; "
+            f"run: {build_command(sm)}"
+        )
+    return manifest
+
+
+def check_files(root: Path, sm: str, manifest: mf.Record) -> list[str]:
+    """Every file of the set against the manifest, and no file beside."""
+    folder, problems = root / sm, []
+    expected = {entry["file"]: entry for entry in manifest["variants"].values()}
+    for file, entry in expected.items():
+        path = folder / file
+        if not path.is_file():
+            problems.append(f"{path} is missing; run: {build_command(sm)}")
+        elif path.stat().st_size != entry["size"]:
+            found = f"{path.stat().st_size} bytes, the manifest says {entry['size']}"
+            problems.append(f"{path} has {found}; run: {build_command(sm)}")
+        elif mf.sha256(path) != entry["sha256"]:
+            problems.append(f"{path} was altered: its sha256 is not the manifest's; run: {build_command(sm)}")
+    strays = sorted({path.name for path in folder.iterdir()} - {*expected, MANIFEST})
+    problems += [f"{folder / stray} is not in the manifest; delete it" for stray in strays]
+    return problems
+
+
+def check_lock(root: Path, sm: str, manifest: mf.Record) -> list[str]:
+    """The set's hashes against lock.json, as far as the registry has the variants."""
+    lock = mf.read_json(root / LOCK)
+    if lock is None:
+        return [f"{root / LOCK} is missing; after a deliberate change: python build_cutedsl.py lock"]
+    for tool in ("dsl_version", "ptxas_version"):
+        if lock[tool] != manifest[tool]:
+            return [
+                f"{sm} was built with {tool} {manifest[tool]}, {LOCK} holds the hashes of {lock[tool]}; "
+                "install the pinned build tools: pip install -e '.[build]'"
+            ]
+    ours = {variant.name for variant in variants([sm])}
+    problems = []
+    for name, entry in manifest["variants"].items():
+        if name in ours and lock["variants"].get(name) != entry["sha256"]:
+            how = "differs from" if name in lock["variants"] else "is not in"
+            problems.append(f"{name} {how} {LOCK}; after a deliberate change: python build_cutedsl.py lock")
+    return problems
+
+
+def check_evidence(root: Path, sm: str, manifest: mf.Record) -> list[str]:
+    """The GPU test run: every registered variant was run as it is built now, and nothing failed."""
+    path = root / EVIDENCE / f"{sm}.json"
+    evidence = mf.read_json(path)
+    if evidence is None:
+        return [f"{path} is missing; run the GPU tests: make gpu-test"]
+    tests, problems = evidence["tests"], []
+    if tests["failed"] or not tests["passed"]:
+        problems.append(f"{path} records {tests['failed']} failed and {tests['passed']} passed GPU tests")
+    for variant in variants([sm]):
+        built = manifest["variants"].get(variant.name, {}).get("sha256")
+        if built is None:
+            problems.append(f"{variant.name} is not built, so {path} cannot be compared; run: {build_command(sm)}")
+        elif evidence["variants"].get(variant.name) != built:
+            problems.append(f"{variant.name} is not the cubin that {path} tested; run the GPU tests: make gpu-test")
+    return problems
+
+
+def verify(root: Path, sms: tuple[str, ...], lock: bool, evidence: bool) -> dict[str, list[str]]:
+    """Problems per SM, empty lists where there are none."""
+    found = {}
+    for sm in sms:
+        try:
+            manifest = load(root, sm)
+            found[sm] = check_files(root, sm, manifest)
+            found[sm] += check_lock(root, sm, manifest) if lock else []
+            found[sm] += check_evidence(root, sm, manifest) if evidence else []
+        except ArtifactError as error:
+            found[sm] = [str(error)]
+    return found
+
+
+def write_lock(root: Path, sms: tuple[str, ...]) -> list[str]:
+    """Put the hashes of the built sets of `sms` into lock.json; the other SMs' hashes stay.
+
+    Returns: names whose hash is new or changed.
+
+    Raises:
+        ArtifactError: a set is incomplete or damaged, or was built with other tools than the hashes that stay.
+    """
+    former = mf.read_json(root / LOCK)
+    hashes = {} if former is None else former["variants"]
+    tools = {}
+    locked = {variant.name: hashes[variant.name] for variant in variants() if variant.name in hashes}
+    for sm in sms:
+        manifest = load(root, sm)
+        problems = check_files(root, sm, manifest)
+        missing = [variant.name for variant in variants([sm]) if variant.name not in manifest["variants"]]
+        if problems or missing:
+            raise ArtifactError(f"{sm} cannot be locked: {'; '.join(problems) or 'not built: ' + ', '.join(missing)}")
+        locked |= {variant.name: manifest["variants"][variant.name]["sha256"] for variant in variants([sm])}
+        tools[sm] = (manifest["dsl_version"], manifest["ptxas_version"])
+    others = set(SMS) - set(sms)
+    if former is not None and any(variant.name in locked for variant in variants(others)):
+        tools["the hashes that stay"] = (former["dsl_version"], former["ptxas_version"])
+    if len(set(tools.values())) != 1:
+        said = ", ".join(f"{what}: DSL {dsl} and ptxas {ptxas}" for what, (dsl, ptxas) in tools.items())
+        raise ArtifactError(f"one lock holds the hashes of one set of tools, found {said}; build and lock every SM")
+    dsl, ptxas = next(iter(tools.values()))
+    mf.write_json(root / LOCK, {"schema": SCHEMA, "dsl_version": dsl, "ptxas_version": ptxas, "variants": locked})
+    return [name for name, value in locked.items() if hashes.get(name) != value]
