@@ -219,7 +219,7 @@ class _ManifestReader:
             size=self._field(name, record, "size", int),
         )
         sound = param.name.isidentifier() and param.kind in KINDS
-        if not sound or param.size != struct.calcsize("<" + KINDS[param.kind]):
+        if not sound or param.size != struct.calcsize(KINDS[param.kind]):
             raise self._bad(f"describes a parameter of {name} that cannot be packed: {param}")
         return param
 

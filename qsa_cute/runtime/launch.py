@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from qsa_cute.abi import KINDS
@@ -29,48 +30,41 @@ _NO_EXTRA = 0
 
 
 class Packer:
-    """Writes an object's attributes where a kernel's parameters lie.
+    """Takes an object's attributes and lays them out where a kernel's parameters lie.
 
-    Args:
-        record: the variant; its parameters' names are the attributes' names.
+    Attributes:
+        size: bytes of the parameters.
+        offsets: where each begins.
+        values: params object -> tuple of the parameters' values, in order.
+        layout: the `struct.Struct` of that tuple.
     """
 
     def __init__(self, record: VariantRecord) -> None:
         self.record = record
         self.size = record.param_bytes
         self.offsets = tuple(param.offset for param in record.params)
-        names = [param.name for param in record.params]
-        self._single = len(names) == 1
-        self._values = operator.attrgetter(*names)
-        code, end = ["<"], 0
+        self.values = _getter([param.name for param in record.params])
+        code, end = ["@"], 0
         for param in record.params:
             code.append(f"{param.offset - end}x{KINDS[param.kind]}")
             end = param.offset + param.size
-        self._layout = struct.Struct("".join(code))
+        self.layout = struct.Struct("".join(code))
 
-    def pack(self, buffer: Any, params: Any) -> None:
-        """Write `params` into a writable buffer of at least `size` bytes.
-
-        Raises:
-            ArgumentError: an attribute is missing or does not fit its kind; the message names it.
-        """
-        try:
-            values = self._values(params)
-            if self._single:
-                values = (values,)
-            self._layout.pack_into(buffer, 0, *values)
-        except (AttributeError, struct.error, TypeError, OverflowError) as error:
-            raise self._explain(params) from error
-
-    def _explain(self, params: Any) -> ArgumentError:
+    def explain(self, params: Any) -> ArgumentError:
+        """Why `params` could not be packed: the parameter at fault, its kind and its value."""
         for param in self.record.params:
             value = getattr(params, param.name, None)
             try:
-                struct.pack("<" + KINDS[param.kind], value)
+                struct.pack(KINDS[param.kind], value)
             except (struct.error, TypeError, OverflowError):
                 where = f"parameter {param.name} of {self.record.kernel}"
                 return ArgumentError(f"{where} takes a value of kind {param.kind}, got {value!r}")
         return ArgumentError(f"the parameters of {self.record.kernel} cannot be packed from {type(params).__name__}")
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    getter = operator.attrgetter(*names)
+    return getter if len(names) > 1 else lambda params: (getter(params),)
 
 
 class _Slot:
@@ -107,6 +101,8 @@ class Kernel:
         self._launch = driver.launch
         self._function = function
         self._packer = Packer(record)
+        self._values = self._packer.values
+        self._pack_into = self._packer.layout.pack_into
         self._slots: list[_Slot] = []
 
     def launch(self, params: Any, grid: int | tuple[int, int, int], stream: int, cluster: int = 1) -> None:
@@ -127,7 +123,10 @@ class Kernel:
         except IndexError:
             slot = _Slot(self._driver, self._packer, self.record)
         try:
-            self._packer.pack(slot.params, params)
+            try:
+                self._pack_into(slot.params, 0, *self._values(params))
+            except (AttributeError, struct.error, TypeError, OverflowError) as error:
+                raise self._packer.explain(params) from error
             words = slot.words
             if isinstance(grid, tuple):
                 words[_GRID_X], words[_GRID_Y], words[_GRID_Z] = grid
@@ -138,11 +137,11 @@ class Kernel:
             words[_CLUSTER_X] = cluster
             words[_NUM_ATTRIBUTES] = cluster > 1
             # The driver copies the parameters before it returns, so the slot is free for the next launch.
-            error = self._launch(slot.config, self._function, slot.array, _NO_EXTRA)[0]
+            status = self._launch(slot.config, self._function, slot.array, _NO_EXTRA)[0]
         finally:
             self._slots.append(slot)
-        if error:
-            raise self._refused(error, grid, cluster)
+        if status:
+            raise self._refused(status, grid, cluster)
 
     def _refused(self, error: Any, grid: int | tuple[int, int, int], cluster: int) -> DriverError:
         shape = f"grid {grid}, cluster {cluster}, {self.record.threads} threads, {self.record.smem_bytes} bytes"

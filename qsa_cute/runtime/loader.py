@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,11 @@ class _Place:
     push: Handle | None
 
 
+def _no_context(_: None) -> tuple[int, int]:
+    """Stands for `Driver.context_id` until there is a driver."""
+    return 0, 0
+
+
 class Loader:
     """Kernels of one artifact store, on every device. All methods may be called from any thread.
 
@@ -73,6 +79,7 @@ class Loader:
     def __init__(self, path: str | os.PathLike[str] | None = None, driver: Driver | None = None) -> None:
         self._path = path
         self._driver = driver
+        self._context_id: Callable[[None], tuple[Any, int]] = _no_context
         self._store: Store | None = None
         self._lock = threading.RLock()
         self._libraries: dict[tuple[str, str], _Library] = {}
@@ -122,10 +129,10 @@ class Loader:
 
         Args as `kernel`, but `wanted` is a `Wanted` and made beforehand.
         """
+        error, context = self._context_id(None)
         try:
-            error, context = self._driver.context_id(None)  # type: ignore[union-attr]
             return self._ready[wanted, 0 if error else context, device]
-        except (KeyError, AttributeError):
+        except KeyError:
             return self.kernel(wanted, device, stream)
 
     @property
@@ -133,6 +140,7 @@ class Loader:
         """The CUDA driver, initialised at first use. Raises DriverError where there is none."""
         if self._driver is None:
             self._driver = default_driver()
+        self._context_id = self._driver.context_id
         return self._driver
 
     @property
