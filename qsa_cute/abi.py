@@ -11,6 +11,5 @@ ABI = 1
 
 MANIFEST = "manifest.json"
 
-# Kinds of kernel parameters and their `struct` codes, native and aligned ("@"), as 64-bit hosts lay them out.
-# N and n are the 8-byte size types: CPython packs them in two thirds of the time that Q and q take.
-KINDS: Mapping[str, str] = MappingProxyType({"ptr": "N", "i64": "n", "i32": "i", "f32": "f"})
+# Kinds of kernel parameters and their `struct` codes (little endian, natural alignment = size).
+KINDS: Mapping[str, str] = MappingProxyType({"ptr": "Q", "i64": "q", "i32": "i", "f32": "f"})

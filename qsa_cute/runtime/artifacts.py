@@ -219,7 +219,7 @@ class _ManifestReader:
             size=self._field(name, record, "size", int),
         )
         sound = param.name.isidentifier() and param.kind in KINDS
-        if not sound or param.size != struct.calcsize(KINDS[param.kind]):
+        if not sound or param.size != struct.calcsize("<" + KINDS[param.kind]):
             raise self._bad(f"describes a parameter of {name} that cannot be packed: {param}")
         return param
 
@@ -248,8 +248,9 @@ class Store:
         self._sets: dict[str, ArtifactSet] = {}
 
     def sms(self) -> list[str]:
-        """SMs that have a folder with a manifest, sorted by name."""
-        return sorted(path.parent.name for path in self.root.glob(f"*/{MANIFEST}"))
+        """SMs that have a folder with a manifest, sorted by name. A build's staging folders are not among them."""
+        names = (path.parent.name for path in self.root.glob(f"*/{MANIFEST}"))
+        return sorted(name for name in names if sm_rules.parse(name))
 
     def read(self, sm: str) -> ArtifactSet:
         """The set of one SM. Raises ArtifactError as `ArtifactSet.read` does."""
