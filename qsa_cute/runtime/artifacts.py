@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
 from qsa_cute.errors import ArgumentError, ArtifactError
 from qsa_cute.runtime import sm as sm_rules
+from qsa_cute.variants import SMS
 
 ENVIRONMENT = "QSA_CUTE_ARTIFACTS"
 
@@ -279,15 +280,16 @@ class Store:
             raise ArtifactError(self._missing(wanted, capability))
 
     def _missing(self, wanted: Wanted, capability: tuple[int, int]) -> str:
-        target = sm_rules.target(capability)
         usable = sm_rules.preference(self.sms(), capability)
-        if not usable:
-            has = f"{self.root} has artifacts for {', '.join(self.sms()) or 'no SM'}"
-            why = f"none of which runs on compute capability {capability[0]}.{capability[1]}"
-            return f"no artifact for {wanted}: {has}, {why}; build it: {mend(target)}"
-        names = sorted(name for sm in usable for name in self.read(sm).variants)
-        has = f"{self.root} has for this device: {', '.join(names) or 'nothing'}"
-        return f"no artifact for {wanted}: {has}; build it: {mend(usable[0])}"
+        if usable:
+            names = sorted(name for sm in usable for name in self.read(sm).variants)
+            has = f"{self.root} has for this device: {', '.join(names) or 'nothing'}"
+            return f"no artifact for {wanted}: {has}; build it: {mend(usable[0])}"
+        has = f"{self.root} has artifacts for {', '.join(self.sms()) or 'no SM'}"
+        why = f"none of which runs on compute capability {capability[0]}.{capability[1]}"
+        targets = sm_rules.preference(SMS, capability)
+        remedy = f"build it: {mend(targets[0])}" if targets else f"no target of the build does ({', '.join(SMS)})"
+        return f"no artifact for {wanted}: {has}, {why}; {remedy}"
 
 
 def find_root(path: str | os.PathLike[str] | None = None) -> Path:
@@ -311,4 +313,4 @@ def find_root(path: str | os.PathLike[str] | None = None) -> Path:
         if next(place.glob(f"*/{MANIFEST}"), None) is not None:
             return place
     looked = ", ".join(map(str, places))
-    raise ArtifactError(f"no artifacts found: ${ENVIRONMENT} is not set, and nothing in {looked}; {mend('sm_90a')}")
+    raise ArtifactError(f"no artifacts: ${ENVIRONMENT} is not set, none in {looked}; build them: {mend('sm_90a')}")

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 Capability = tuple[int, int]
 
 _TEGRA: frozenset[Capability] = frozenset({(8, 7), (11, 0)})  # Orin, Thor
-_EXACT_FROM = 9  # from this major on the registry's targets are architecture-specific
 _NAME = re.compile(r"sm_(\d+)(\d)(a?)")
 
 
@@ -39,8 +38,3 @@ def preference(sms: Iterable[str], capability: Capability) -> list[str]:
     """Those of `sms` that run on the device, best first: its own `a` target, then the highest plain one."""
     usable = [(parsed[1], parsed[0], sm) for sm in sms if (parsed := parse(sm)) and runs_on(sm, capability)]
     return [sm for _, _, sm in sorted(usable, reverse=True)]
-
-
-def target(capability: Capability) -> str:
-    """The target to build for a device, as `--gpu-arch` takes it."""
-    return f"sm_{capability[0]}{capability[1]}{'a' if capability[0] >= _EXACT_FROM else ''}"

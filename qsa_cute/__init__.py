@@ -1,0 +1,42 @@
+"""Sparse attention with a learned indexer: prebuilt CUDA kernels and the runners that dispatch them.
+
+Importing this package loads neither torch, nor the CuTe DSL, nor a driver; each name below is imported when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+logging.getLogger("qsa_cute").addHandler(logging.NullHandler())
+
+# Public name -> the module that has it.
+_HOMES = {
+    "SparsePrefillRunner": "qsa_cute.runners",
+    "SparsePrefillParams": "qsa_cute.runners",
+    "SparseDecodeRunner": "qsa_cute.runners",
+    "SparseDecodeParams": "qsa_cute.runners",
+    "Support": "qsa_cute.support",
+    "SupportCode": "qsa_cute.support",
+    "QsaError": "qsa_cute.errors",
+    "ArgumentError": "qsa_cute.errors",
+    "ArtifactError": "qsa_cute.errors",
+    "CaptureError": "qsa_cute.errors",
+    "DriverError": "qsa_cute.errors",
+    "UnsupportedError": "qsa_cute.errors",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qsa_cute' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
