@@ -34,7 +34,7 @@ class SmPlan:
 
     sm: str
     todo: list[tuple[Variant, str]] = field(default_factory=list)
-    keep: dict[str, mf.Record] = field(default_factory=dict)
+    keep: dict[str, mf.Entry] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     ptxas: str = ""
 
@@ -91,7 +91,7 @@ def _plan_sm(folder: Path, sm: str, asked: list[Variant], digests: sources.Diges
     return result
 
 
-def out_of_date(folder: Path, entry: mf.Record | None, variant: Variant, digests: sources.Digests) -> str:
+def out_of_date(folder: Path, entry: mf.Entry | None, variant: Variant, digests: sources.Digests) -> str:
     """Why a variant must be built; "" when it need not."""
     if entry is None:
         return "missing"
@@ -103,7 +103,7 @@ def out_of_date(folder: Path, entry: mf.Record | None, variant: Variant, digests
     return ""
 
 
-def _not_worth_keeping(folder: Path, entry: mf.Record, sm: str, digests: sources.Digests) -> str:
+def _not_worth_keeping(folder: Path, entry: mf.Entry, sm: str, digests: sources.Digests) -> str:
     variant = mf.variant_of(entry, sm)
     if variant is None or not is_registered(variant):
         return "no longer in the registry"
@@ -134,6 +134,7 @@ def build(
         plans = plan(store, wanted, digests, force)  # once more, now that nobody else writes
         result = Result()
         made = _compile_all(plans, digests, staging, jobs, progress, result)
+        _refuse_moving_sources(plans, digests, result)
         for sm_plan in plans:
             _publish(store, sm_plan, staging / sm_plan.sm, made, digests, result)
     compiled = {variant.name for sm_plan in plans for variant, _why in sm_plan.todo}
@@ -145,7 +146,7 @@ def build(
 class Made:
     """One variant's new entry, and what only its SM's manifest carries."""
 
-    entry: mf.Record
+    entry: mf.Entry
     ptxas: str
 
 
@@ -173,6 +174,14 @@ def _compile_all(
     finally:
         pool.shutdown(cancel_futures=True)
     return made
+
+
+def _refuse_moving_sources(plans: list[SmPlan], digests: sources.Digests, result: Result) -> None:
+    """A file saved during the build would leave a cubin recorded under sources that it was not made from."""
+    now = sources.Digests(digests.dsl)
+    for variant, _why in (item for sm_plan in plans for item in sm_plan.todo):
+        if now.of(variant) != digests.of(variant):
+            result.failed.setdefault(variant.name, "its sources changed while it was compiled; build again")
 
 
 def _timed(variant: Variant, digest: str, folder: Path) -> tuple[Made | str, float]:

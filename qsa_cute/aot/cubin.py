@@ -84,8 +84,10 @@ def _read(data: bytes) -> Cubin:
 
 def _sections(data: bytes) -> Iterator[tuple[str, tuple[bytes, int]]]:
     """(name, (contents, size)); contents are empty where the ELF holds none (.nv.shared)."""
-    (table,) = struct.unpack_from("<Q", data, 0x28)
-    entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
+    segments, table = struct.unpack_from("<QQ", data, 0x20)
+    segment_size, segment_count, entry_size, count, names_index = struct.unpack_from("<HHHHH", data, 0x36)
+    if segments + segment_size * segment_count > len(data):
+        raise IndexError(f"its segment table ends at byte {segments + segment_size * segment_count}")
     headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
     names = headers[names_index][4]
     for name_offset, kind, _flags, _address, offset, size in headers:

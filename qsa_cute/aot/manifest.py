@@ -8,7 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
 from qsa_cute.aot.cubin import Cubin
@@ -17,6 +17,28 @@ from qsa_cute.errors import ArtifactError
 from qsa_cute.variants import KERNELS, SMEM_OPTIN_KIB, Variant, order_baked
 
 Record = dict[str, Any]
+
+
+class Entry(TypedDict):
+    """A variant in the manifest. Sizes in bytes; registers and spills a thread, shared memory a block."""
+
+    kernel: str
+    head_dim: int
+    dtype: str
+    baked: dict[str, int]
+    file: str
+    sha256: str
+    size: int
+    symbol: str  # as the cubin has it
+    threads: int
+    smem_bytes: int  # dynamic, given at launch
+    static_smem_bytes: int
+    registers: int
+    spill_bytes: int
+    params: list[Record]  # name, kind, offset, size, in the order of the signature
+    param_bytes: int
+    tensor_core: dict[str, int]  # opcode -> how often in the SASS
+    digest: str  # of all it is made from
 
 
 def layout(params: Iterable[Mapping[str, str]]) -> list[Record]:
@@ -32,7 +54,7 @@ def layout(params: Iterable[Mapping[str, str]]) -> list[Record]:
 
 def record(
     variant: Variant, digest: str, data: bytes, cubin: Cubin, counts: Counter[str], report: Mapping[str, Any]
-) -> Record:
+) -> Entry:
     """A variant's entry in the manifest.
 
     Args:
@@ -62,7 +84,7 @@ def record(
     }
 
 
-def defects(entry: Record, sm: str, cubin: Cubin, counts: Counter[str]) -> list[str]:
+def defects(entry: Entry, sm: str, cubin: Cubin, counts: Counter[str]) -> list[str]:
     """Reasons, each with its figure, for which a variant must not be published."""
     found = []
     if entry["spill_bytes"] or local_memory(counts):
@@ -82,7 +104,7 @@ def defects(entry: Record, sm: str, cubin: Cubin, counts: Counter[str]) -> list[
     return found
 
 
-def variant_of(entry: Record, sm: str) -> Variant | None:
+def variant_of(entry: Entry, sm: str) -> Variant | None:
     """The variant that an entry describes; None when its baked constants are none of today's."""
     try:
         return Variant(entry["kernel"], entry["head_dim"], entry["dtype"], sm, order_baked(entry["baked"]))
@@ -90,7 +112,7 @@ def variant_of(entry: Record, sm: str) -> Variant | None:
         return None
 
 
-def manifest(sm: str, dsl: str, ptxas: str, source_digest: str, entries: Mapping[str, Record]) -> Record:
+def manifest(sm: str, dsl: str, ptxas: str, source_digest: str, entries: Mapping[str, Entry]) -> Record:
     return {
         "schema": SCHEMA,
         "abi": ABI,
@@ -124,9 +146,24 @@ def read_json(path: Path, schema: int = SCHEMA) -> Record | None:
     return value
 
 
+HEAD_FIELDS = frozenset(manifest("", "", "", "", {}))
+ENTRY_FIELDS = Entry.__required_keys__
+
+
 def read_manifest(folder: Path) -> Record | None:
-    """The manifest of an SM's folder, None when there is none; raises as `read_json`."""
-    return read_json(folder / MANIFEST)
+    """The manifest of an SM's folder, None when there is none; raises as `read_json`, and when a field is missing."""
+    path = folder / MANIFEST
+    found = read_json(path)
+    if found is None:
+        return None
+    missing = {f"{field}" for field in HEAD_FIELDS - found.keys()}
+    for name, entry in found.get("variants", {}).items():
+        missing |= {f"{field} of {name}" for field in ENTRY_FIELDS - entry.keys()}
+        if entry.get("file") != f"{name}.cubin":
+            raise ArtifactError(f"{path} names {entry.get('file')!r} as the file of {name}; delete it and build again")
+    if missing:
+        raise ArtifactError(f"{path} lacks {', '.join(sorted(missing))}; delete it and build again")
+    return found
 
 
 def sha256(path: Path) -> str:

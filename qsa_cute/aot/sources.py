@@ -1,6 +1,6 @@
 """What a variant is made from, and one hash over it: the answer to "is this cubin up to date?".
 
-Sources are found by reading import statements, never by importing: a digest needs no compiler.
+Sources are found by reading import statements, not by running kernels' files: a digest needs no compiler.
 """
 
 from __future__ import annotations
