@@ -99,6 +99,7 @@ class Kernel:
     Attributes:
         record: what the manifest says of it.
         device: ordinal of the device it runs on.
+        function: the CUfunction in its context.
     """
 
     def __init__(self, driver: Driver, record: VariantRecord, function: Handle, device: int) -> None:
@@ -106,7 +107,7 @@ class Kernel:
         self.device = device
         self._driver = driver
         self._launch = driver.launch
-        self._function = function
+        self.function = function
         self._packer = Packer(record)
         self._values = self._packer.values
         self._pack_into = self._packer.layout.pack_into
@@ -144,7 +145,7 @@ class Kernel:
             words[_CLUSTER_X] = cluster
             words[_NUM_ATTRIBUTES] = cluster > 1
             # The driver copies the parameters before it returns, so the slot is free for the next launch.
-            status = self._launch(slot.config, self._function, slot.array, _NO_EXTRA)[0]
+            status = self._launch(slot.config, self.function, slot.array, _NO_EXTRA)[0]
         finally:
             self._slots.append(slot)
         if status:
@@ -159,7 +160,7 @@ class ForeignKernel(Kernel):
     """A kernel whose context is not the caller's: it is made current for each launch."""
 
     def __init__(self, kernel: Kernel, context: Handle) -> None:
-        super().__init__(kernel._driver, kernel.record, kernel._function, kernel.device)
+        super().__init__(kernel._driver, kernel.record, kernel.function, kernel.device)
         self._context = context
 
     def launch(self, params: Any, grid: int | tuple[int, int, int], stream: int, cluster: int = 1) -> None:
