@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from qsa_cute.errors import ArtifactError, DriverError, QsaError
+from qsa_cute.errors import ArgumentError, ArtifactError, DriverError, QsaError
 from qsa_cute.runtime.artifacts import ArtifactSet, Store, VariantRecord, Wanted, mend
 from qsa_cute.runtime.capture import refuse_under_capture
 from qsa_cute.runtime.driver import Driver, Handle, default_driver
@@ -98,12 +99,15 @@ class Loader:
             stream: CUstream as an integer, asked whether it is being captured.
 
         Raises:
-            ArtifactError: no sound artifact for this device; the message has the command that makes one.
+            ArtifactError: no sound artifact that this device and driver take; the message says what mends it.
             CaptureError: a first load while `stream` is being captured.
-            DriverError: no driver, too old a driver, or a failing call. Nothing stays half loaded: try again.
+            DriverError: no driver, or a failing call. Nothing stays half loaded: try again.
+            ArgumentError: `wanted` or `device` is none.
         """
         wanted = Wanted.of(wanted)
         asked = CURRENT if device is None else device
+        if asked < CURRENT:
+            raise ArgumentError(f"device is an ordinal, or -1 for the current context's, got {device}")
         driver = self.driver
         key = (wanted, driver.current_context(), asked)
         found = self._ready.get(key)
@@ -113,13 +117,9 @@ class Loader:
             place = self._place(asked)
             kernel = self._kernels.get((wanted, place.context))
             if kernel is None:
-                if place.push is None:
+                with nullcontext() if place.push is None else driver.pushed(place.push):
                     refuse_under_capture(driver, stream, str(wanted))
                     kernel = self._load(wanted, place)
-                else:
-                    with driver.pushed(place.push):
-                        refuse_under_capture(driver, stream, str(wanted))
-                        kernel = self._load(wanted, place)
                 self._kernels[wanted, place.context] = kernel
             ready = kernel if place.push is None else ForeignKernel(kernel, place.push)
             return self._ready.setdefault(key, ready)

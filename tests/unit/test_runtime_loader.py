@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from runtime_fakes import PARAMS, FakeDriver, write_set
 
-from qsa_cute.errors import ArtifactError, CaptureError, DriverError
+from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, DriverError
 from qsa_cute.runtime import Loader, Wanted
 
 DECODE = Wanted("sparse_decode", 256, "bf16")
@@ -109,6 +109,11 @@ class TestWhere:
         driver.set_current(2)
         loader.kernel(DECODE, device=1)
         assert driver.count("retain_primary") == 1
+
+    def test_an_ordinal_below_minus_one(self, loader, driver):
+        with pytest.raises(ArgumentError, match=r"device is an ordinal, or -1 .*, got -2"):
+            loader.kernel(DECODE, device=-2)
+        assert driver.calls == []
 
 
 class TestCapture:
