@@ -188,7 +188,7 @@ def test_missing_tools_are_named_before_anything_is_touched(
     assert state_of(built) == before
 
 
-def test_a_build_kills_nothing_when_killed(built: Path) -> None:
+def test_a_killed_build_is_taken_over(built: Path) -> None:
     """A process that dies holding the folder: the next one takes it over and clears its staging."""
     script = (
         "import os, pathlib, sys\n"
