@@ -3,20 +3,27 @@
     O[h] = sum_i softmax_i(scale * Q[h] . K[id_i]) V[id_i]      over the valid ids of the row's list
 
 One block works on one (row, KV head, split). The query heads of the group are the M extent of m16n8k16
-(zero rows where the group is smaller), 16 listed tokens are the N extent of QK^T and the K extent of PV.
+(zero rows where the group is smaller). The list is cut in tiles of 8 entries a warp; a split takes every
+num_splits-th tile. In a tile
 
-Each warp runs a pipeline of its own over every W-th tile of 16 list entries (W warps share the row): it
-reads ids, resolves them to addresses, gathers K and V rows with 16-byte cp.async into a private ring of
-shared-memory units (K, V, K, V, ...; one unit is 16 tokens), and keeps O, the running maximum and the sum in
-registers. No barrier between the warps until their partial results are combined, in warp order.
+    each warp gathers the K and V rows of its own 8 entries and computes S = Q K^T for them;
+    the warps agree on the running maximum through shared memory                                  (barrier A)
+    each warp writes its P to shared memory, in the input type                                    (barrier B)
+    each warp multiplies the whole P by its own head_dim / warps columns of V.
 
-Invalid ids (holes, padding, out of range, unmapped pages) are zero-filled in shared memory, never read from
-global memory, and masked to -inf before the softmax: weight exactly 0 and no 0 x NaN.
+So O lives once in the block, spread over the warps' registers, and nothing is left to combine but the sums.
+K tiles are private to a warp; V tiles and P are shared, and barrier A of the next tile frees them. QK^T of the
+next tile runs between the two barriers.
 
-Shared memory: [warps][stages] units, then Q (16 rows), then per-warp statistics. A unit row is head_dim
-elements; its 16-byte chunk c sits at chunk c ^ (row % 8), so that ldmatrix and the gather are free of bank
-conflicts. After the main loop a warp's ring holds its FP32 partial of O (two units).
+List entries are resolved to slots (a token's place in K or V) a chunk at a time, one entry a thread, two
+chunks ahead of their use. Invalid entries (holes, padding, out of range, unmapped pages) are zero-filled in
+shared memory, never read from global memory, and masked to -inf before the softmax: weight exactly 0, no 0 x NaN.
+
+Shared memory: K tiles, V tiles, Q (16 rows; P later), slots and validity masks of three chunks, maxima and sums. The
+16-byte chunk c of a row of K, V, Q or P sits at chunk c ^ (row % 8): no bank conflicts for gather or ldmatrix.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -24,32 +31,108 @@ from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.common import ops
 
-TILE = 16  # listed tokens a step: the K extent of the PV product
 ROWS = 16  # M extent: query heads of a group, padded
+WARP_TOKENS = 8  # list entries a warp scores in a tile: N of one MMA
 EMPTY_MAX = -1.0e30  # running maximum before any entry: finite, so that no inf - inf arises
 RESCALE_THRESHOLD = 8.0  # log2: O is rescaled only when the maximum grew by more; P stays below 2^8
+CHUNKS = 3  # chunks of resolved entries kept: the one in use and the two ahead
+LEAD = CHUNKS - 1
 
 
 class TokenSource:
-    """Resolves a list entry to the addresses of its K and V rows. One per kernel; see the subclasses.
+    """Where list entries lead. Subclasses are frozen dataclasses of addresses and strides.
 
-    `resolve(id, plane)` returns the row's address in the plane (0 = K, 1 = V), or 0 when the entry is invalid.
+    `warm(tid)` prefetches what the look-ups will read;
+    `look_up(id)` starts the memory reads that resolving needs and returns their results (two Int32);
+    `slots(id, looked_up)` returns the entry's places in K and V (two Int32, -1 when invalid; both or none);
+    `address(slot, plane)` is the address of a valid slot's row in K (plane 0) or V (plane 1).
     """
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """Where one (row, KV head) goes. `unit` = row * num_kv_heads + kv_head; 0 addresses mean not wanted."""
+
+    o: Int64
+    o_head: Int64  # bytes between heads
+    lse: Int64
+    group: Int32
+    unit: Int32
+    split: Int32
+    num_splits: Int32
+    partial_o: Int64
+    partial_stats: Int64
+    counters: Int64
 
 
 class RowGather:
     """Static configuration and the device-side steps; kernels inherit and add addressing and the epilogue."""
 
-    def __init__(self, head_dim: int, dtype: str, warps: int, stages: int):
-        self.head_dim, self.dtype, self.warps, self.stages = head_dim, dtype, warps, stages
-        self.elem = ops.ELEMENTS[dtype]
+    def __init__(self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int):
+        self.head_dim, self.dtype, self.warps = head_dim, dtype, warps
+        self.k_stages, self.v_stages, self.blocks_per_sm = k_stages, v_stages, blocks_per_sm
         self.threads = 32 * warps
-        self.pitch = head_dim * 2  # bytes of a unit row
-        self.unit = TILE * self.pitch
-        self.ring = stages * self.unit  # bytes of a warp's ring
-        self.q_offset = warps * self.ring
-        self.stats_offset = self.q_offset + ROWS * self.pitch
-        self.smem_bytes = self.stats_offset + warps * 2 * ROWS * 4
+        self.tile = WARP_TOKENS * warps
+        self.chunk_tiles = self.threads // self.tile
+        self.pitch = head_dim * 2  # bytes of a K, V or Q row
+        self.p_pitch = self.tile * 2
+        self.tile_bytes = self.tile * self.pitch
+        self.warp_cols = head_dim // warps
+        self.lead = max(k_stages, v_stages - 1)  # iterations of copies in flight before the first
+        if self.warp_cols % 16 or self.tile % 64:
+            raise ValueError("a warp owns a multiple of 16 columns, a tile a multiple of 64 entries")
+        self.sizes = {
+            "k": k_stages * self.tile_bytes,
+            "v": v_stages * self.tile_bytes,
+            "q": ROWS * self.pitch,
+            "slots": CHUNKS * self.threads * 8,
+            "masks": CHUNKS * warps * 4,
+            "maxima": ROWS * warps * 4,
+            "sums": ROWS * warps * 4,
+        }
+        self.lay_out()
+
+    def lay_out(self):
+        """Offsets of the shared-memory parts, in order; all parts are multiples of 16 bytes."""
+        self.at, self.smem_bytes = {}, 0
+        for part, size in self.sizes.items():
+            self.at[part] = self.smem_bytes
+            self.smem_bytes += (size + 15) // 16 * 16
+        self.at["p"] = self.at["q"]  # P comes after barrier A, when every warp has its fragments of Q
+
+    def swizzle(self, chunk, row):
+        """Where a row's 16-byte chunk sits: spread over the banks so that 8 rows can be read at once."""
+        return chunk ^ (row % 8)
+
+    # ---- the list ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def entry(self, ids: Int64, top_k: Int32, chunk: Int32, out: RowOutput, tid: Int32) -> Int32:
+        """This thread's entry of a chunk of the split's tiles; -1 past the end of the list."""
+        tile = (chunk * self.chunk_tiles + tid // self.tile) * out.num_splits + out.split
+        at = tile * self.tile + tid % self.tile
+        return ops.load_global_i32_if(Int32(at < top_k), ids + Int64(at) * 4, Int32(-1))
+
+    @cute.jit
+    def publish(self, smem: Int32, chunk: Int32, slots, tid: Int32):
+        """This thread's resolved entry to the chunk's place in the ring of three."""
+        ring = chunk % CHUNKS
+        ops.store_shared_i32x2(smem + self.at["slots"] + (ring * self.threads + tid) * 8, slots[0], slots[1])
+        valid = cute.arch.vote_ballot_sync(slots[0] >= 0)
+        if tid % 32 == 0:
+            ops.store_shared_i32(smem + self.at["masks"] + (ring * self.warps + tid // 32) * 4, valid)
+
+    @cute.jit
+    def count_tiles(self, ids: Int64, top_k: Int32, first: Int32, out: RowOutput, tid: Int32) -> Int32:
+        """Tiles up to this warp's last entry with an id >= 0; `first` is its entry of chunk 0."""
+        last = tid // self.tile + 1 if first >= 0 else Int32(0)
+        step = self.chunk_tiles * self.tile * out.num_splits
+        chunk = Int32(1)
+        while chunk * step + out.split * self.tile < top_k:
+            if self.entry(ids, top_k, chunk, out, tid) >= 0:
+                last = chunk * self.chunk_tiles + tid // self.tile + 1
+            chunk = chunk + 1
+        return cute.arch.warp_redux_sync(last, "max")
 
     # ---- loading -------------------------------------------------------------------------------------
 
@@ -63,52 +146,42 @@ class RowGather:
             c = i % chunks
             live = row < group
             src = q + Int64(row if live else Int32(0)) * head_bytes + Int64(c * 16)
-            dst = smem + self.q_offset + row * self.pitch + (c ^ (row % 8)) * 16
+            dst = smem + self.at["q"] + row * self.pitch + self.swizzle(c, row) * 16
             ops.cp_async_16(dst, src, Int32(16) if live else Int32(0))
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def fetch_id(self, ids: Int64, top_k: Int32, tile: Int32, lane: Int32) -> Int32:
-        """This lane's entry of a tile (lanes 16..31 repeat 0..15); -1 past the end of the list."""
-        at = tile * TILE + lane % TILE
-        token = Int32(-1)
-        if at < top_k:
-            token = ops.load_global_i32(ids + Int64(at) * 4)
-        return token
+    def gather(
+        self, smem: Int32, source: TokenSource, tile: Int32, tiles: Int32, plane: cutlass.Constexpr[int], tid: Int32
+    ):
+        """Start copying this warp's 8 rows of a tile of K or V; always commits, so that groups can be counted.
+
+        Lane l copies 16-byte chunk l % 8 of rows l // 8 and 4 + l // 8, 128 bytes of a row at a time.
+        """
+        if tile >= 0 and tile < tiles:
+            lane = tid % 32
+            for j in cutlass.range_constexpr(WARP_TOKENS // 4):
+                row = (tid // 32) * WARP_TOKENS + 4 * j + lane // 8
+                slot = self.slot(smem, tile, row, plane)
+                size = Int32(16) if slot >= 0 else Int32(0)
+                src = source.address(slot if slot >= 0 else Int32(0), plane) + Int64((lane % 8) * 16)
+                dst = self.tile_at(smem, tile, plane) + row * self.pitch + self.swizzle(lane % 8, row) * 16
+                for c in cutlass.range_constexpr(self.pitch // 128):
+                    ops.cp_async_16(dst + c * 128, src + c * 128, size)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def count_tiles(self, ids: Int64, top_k: Int32, first: Int32, step: Int32, lane: Int32) -> Int32:
-        """How many of this warp's tiles (first, first + step, ...) run up to the last one with an id >= 0."""
-        total = (top_k + TILE - 1) // TILE
-        mine = (total - first + step - 1) // step
-        last = Int32(0)
-        for i in cutlass.range(lane // TILE, mine, 2, unroll=1):
-            if self.fetch_id(ids, top_k, first + i * step, lane) >= 0:
-                last = i + 1
-        return cute.arch.warp_redux_sync(last, "max")
+    def slot(self, smem: Int32, tile: Int32, row: Int32, plane: cutlass.Constexpr[int]) -> Int32:
+        """The resolved place of a tile's entry in K or V; -1 when invalid."""
+        ring = (tile // self.chunk_tiles) % CHUNKS
+        entry = ring * self.threads + (tile % self.chunk_tiles) * self.tile + row
+        return ops.load_shared_i32(smem + self.at["slots"] + entry * 8 + 4 * plane)
 
     @cute.jit
-    def valid_mask(self, addr: Int64) -> Int32:
-        """Bit i: list entry i of the tile is valid in both planes (K in lanes 0..15, V in lanes 16..31)."""
-        ballot = cute.arch.vote_ballot_sync(addr != 0)
-        return ballot & (ballot >> 16) & 0xFFFF
-
-    @cute.jit
-    def issue(self, dst: Int32, addr: Int64, mask: Int32, base: Int64, plane: cutlass.Constexpr[int], lane: Int32):
-        """Gather one plane of a tile: lane l copies chunk l % 8 of rows l // 8 + 4j, 128 bytes a row at a time."""
-        for j in cutlass.range_constexpr(TILE // 4):
-            row = 4 * j + lane // 8
-            source = row + TILE * plane
-            low = cute.arch.shuffle_sync(Int32(addr & 0xFFFFFFFF), offset=source)
-            high = cute.arch.shuffle_sync(Int32(addr >> 32), offset=source)
-            valid = (mask >> row) & 1
-            src = base
-            if valid != 0:
-                src = (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
-            src = src + Int64((lane % 8) * 16)
-            to = dst + row * self.pitch + ((lane % 8) ^ (row % 8)) * 16
-            for c in cutlass.range_constexpr(self.pitch // 128):
-                ops.cp_async_16(to + c * 128, src + c * 128, valid * 16)
+    def tile_at(self, smem: Int32, tile: Int32, plane: cutlass.Constexpr[int]) -> Int32:
+        if cutlass.const_expr(plane == 1):
+            return smem + self.at["v"] + (tile % self.v_stages) * self.tile_bytes
+        return smem + self.at["k"] + (tile % self.k_stages) * self.tile_bytes
 
     # ---- products ------------------------------------------------------------------------------------
 
@@ -116,37 +189,42 @@ class RowGather:
     def read_q(self, smem: Int32, tQ: cute.Tensor, lane: Int32):
         """Q's A fragments, 4 registers a k-step, kept for the whole row."""
         row = lane % 16
-        at = smem + self.q_offset + row * self.pitch
+        base = smem + self.at["q"] + row * self.pitch
         for k in cutlass.range_constexpr(self.head_dim // 16):
-            chunk = (2 * (k % 4) + lane // 16) ^ (row % 8)
-            r = ops.ldmatrix_x4(at + chunk * 16 + (k // 4) * 128)
+            chunk = self.swizzle(2 * (k % 4) + lane // 16, row)
+            r = ops.ldmatrix_x4(base + chunk * 16 + (k // 4) * 128)
             for i in cutlass.range_constexpr(4):
                 tQ[4 * k + i] = r[i]
 
     @cute.jit
     def qk(self, sK: Int32, tQ: cute.Tensor, tS: cute.Tensor, lane: Int32):
-        """S = Q K^T for one tile: tS[4 n + i], n the 8-token half, i PTX's accumulator order."""
-        row = lane % 8 + (lane // 16) * 8
-        at = sK + row * self.pitch
-        tS.fill(0.0)
-        for k in cutlass.range_constexpr(self.head_dim // 16):
-            chunk = (2 * (k % 4) + (lane // 8) % 2) ^ (row % 8)
-            b = ops.ldmatrix_x4(at + chunk * 16 + (k // 4) * 128)
-            a = (tQ[4 * k], tQ[4 * k + 1], tQ[4 * k + 2], tQ[4 * k + 3])
+        """S = Q K^T for the warp's 8 entries, in PTX's accumulator order; even and odd k-steps sum apart."""
+        row = lane % 8
+        base = sK + row * self.pitch
+        acc = cute.make_rmem_tensor((8,), Float32)
+        acc.fill(0.0)
+        for k in cutlass.range_constexpr(self.head_dim // 32):
+            chunk = self.swizzle(4 * (k % 2) + lane // 8, row)
+            b = ops.ldmatrix_x4(base + chunk * 16 + (k // 2) * 128)
             for n in cutlass.range_constexpr(2):
-                self.mma(tS, 4 * n, a, (b[2 * n], b[2 * n + 1]))
+                a = (tQ[8 * k + 4 * n], tQ[8 * k + 4 * n + 1], tQ[8 * k + 4 * n + 2], tQ[8 * k + 4 * n + 3])
+                self.mma(acc, 4 * n, a, (b[2 * n], b[2 * n + 1]))
+        for i in cutlass.range_constexpr(4):
+            tS[i] = acc[i] + acc[4 + i]
 
     @cute.jit
-    def pv(self, sV: Int32, tP: cute.Tensor, tO: cute.Tensor, lane: Int32):
-        """O += P V for one tile: tO[4 n + i], n the group of 8 head-dim columns."""
+    def pv(self, smem: Int32, sV: Int32, tO: cute.Tensor, tid: Int32):
+        """O += P V over the tile's entries for the warp's columns: tO[4 n + i], n the group of 8 columns."""
+        lane = tid % 32
         row = lane % 16
-        at = sV + row * self.pitch
-        a = (tP[0], tP[1], tP[2], tP[3])
-        for d in cutlass.range_constexpr(self.head_dim // 16):
-            chunk = (2 * (d % 4) + lane // 16) ^ (row % 8)
-            b = ops.ldmatrix_x4_trans(at + chunk * 16 + (d // 4) * 128)
-            for n in cutlass.range_constexpr(2):
-                self.mma(tO, 8 * d + 4 * n, a, (b[2 * n], b[2 * n + 1]))
+        chunk0 = (tid // 32) * (self.warp_cols // 8)
+        for k in cutlass.range_constexpr(self.tile // 16):
+            a = ops.ldmatrix_x4(smem + self.at["p"] + row * self.p_pitch + ((2 * k + lane // 16) ^ (row % 8)) * 16)
+            base = sV + (16 * k + row) * self.pitch
+            for d in cutlass.range_constexpr(self.warp_cols // 16):
+                b = ops.ldmatrix_x4_trans(base + self.swizzle(chunk0 + 2 * d + lane // 16, row) * 16)
+                for n in cutlass.range_constexpr(2):
+                    self.mma(tO, 8 * d + 4 * n, a, (b[2 * n], b[2 * n + 1]))
 
     @cute.jit
     def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
@@ -154,180 +232,177 @@ class RowGather:
         for i in cutlass.range_constexpr(4):
             acc[at + i] = d[i]
 
+    # ---- softmax -------------------------------------------------------------------------------------
+
     @cute.jit
-    def softmax(
-        self, tS: cute.Tensor, tP: cute.Tensor, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor,
-        mask: Int32, scale_log2: Float32, lane: Int32,
-    ):
-        """Online softmax of one tile: P in the input type, O rescaled when a row's maximum grew enough."""
-        factor = cute.make_rmem_tensor((2,), Float32)
-        col = (lane % 4) * 2
+    def mask_and_max(self, smem: Int32, tile: Int32, tS: cute.Tensor, scale_log2: Float32, tid: Int32):
+        """Scale, mask, and put the warp's row maxima where the other warps read them."""
+        lane = tid % 32
+        entry = (tile % self.chunk_tiles) * self.tile + (tid // 32) * WARP_TOKENS
+        word = ((tile // self.chunk_tiles) % CHUNKS) * self.warps + entry // 32
+        valid = ops.load_shared_i32(smem + self.at["masks"] + word * 4) >> (entry % 32 + (lane % 4) * 2)
         for r in cutlass.range_constexpr(2):
-            for n in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    s = tS[4 * n + 2 * r + i] * scale_log2
-                    tS[4 * n + 2 * r + i] = s if (mask >> (col + 8 * n + i)) & 1 != 0 else -Float32.inf
-            top = cute.arch.fmax(
-                cute.arch.fmax(tS[2 * r], tS[2 * r + 1]), cute.arch.fmax(tS[4 + 2 * r], tS[4 + 2 * r + 1])
-            )
+            for i in cutlass.range_constexpr(2):
+                s = tS[2 * r + i] * scale_log2
+                tS[2 * r + i] = s if (valid >> i) & 1 != 0 else -Float32.inf
+            top = cute.arch.fmax(tS[2 * r], tS[2 * r + 1])
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+            if lane % 4 == 0:
+                row = lane // 4 + 8 * r
+                ops.store_shared_f32(smem + self.at["maxima"] + (row * self.warps + tid // 32) * 4, top)
+
+    @cute.jit
+    def exponentiate(
+        self, smem: Int32, tS: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tO: cute.Tensor, tid: Int32
+    ):
+        """The block's new maxima, P to shared memory, and O and the sums rescaled where a maximum grew enough."""
+        lane = tid % 32
+        for r in cutlass.range_constexpr(2):
+            row = lane // 4 + 8 * r
             old = tMax[r]
+            top = old
+            for w in cutlass.range_constexpr(0, self.warps, 4):
+                part = ops.load_shared_f32x4(smem + self.at["maxima"] + (row * self.warps + w) * 4)
+                top = cute.arch.fmax(
+                    top, cute.arch.fmax(cute.arch.fmax(part[0], part[1]), cute.arch.fmax(part[2], part[3]))
+                )
             new = top if top - old > RESCALE_THRESHOLD else old
-            factor[r] = cute.math.exp2(old - new, fastmath=True)
+            factor = cute.math.exp2(old - new, fastmath=True)
             tMax[r] = new
-            total = tSum[r] * factor[r]
-            for n in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    p = cute.math.exp2(tS[4 * n + 2 * r + i] - new, fastmath=True)
-                    tS[4 * n + 2 * r + i] = p
-                    total = total + p
-            tSum[r] = total
-        if cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
-            for i in cutlass.range_constexpr(self.head_dim // 8):
-                for r in cutlass.range_constexpr(2):
-                    tO[4 * i + 2 * r] = tO[4 * i + 2 * r] * factor[r]
-                    tO[4 * i + 2 * r + 1] = tO[4 * i + 2 * r + 1] * factor[r]
-        for n in cutlass.range_constexpr(2):
-            for r in cutlass.range_constexpr(2):
-                tP[2 * n + r] = ops.pack_2(self.dtype, tS[4 * n + 2 * r], tS[4 * n + 2 * r + 1])
+            p0 = cute.math.exp2(tS[2 * r] - new, fastmath=True)
+            p1 = cute.math.exp2(tS[2 * r + 1] - new, fastmath=True)
+            tSum[r] = tSum[r] * factor + (p0 + p1)
+            ops.store_shared_i32(
+                smem + self.at["p"] + row * self.p_pitch + ((tid // 32) ^ (row % 8)) * 16 + (lane % 4) * 4,
+                ops.pack_2(self.dtype, p0, p1),
+            )
+            for n in cutlass.range_constexpr(self.warp_cols // 8):
+                tO[4 * n + 2 * r] = tO[4 * n + 2 * r] * factor
+                tO[4 * n + 2 * r + 1] = tO[4 * n + 2 * r + 1] * factor
 
     # ---- the row -------------------------------------------------------------------------------------
 
     @cute.jit
     def attend(
-        self, smem: Int32, source: TokenSource, ids: Int64, top_k: Int32, first: Int32, step: Int32,
-        scale_log2: Float32, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor,
+        self, smem: Int32, source: TokenSource, ids: Int64, top_k: Int32, scale_log2: Float32, out: RowOutput,
+        tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32,
     ):
-        """Run this warp's pipeline over tiles first, first + step, ...; Q's copy is in flight on entry.
+        """Run the split's tiles; Q's copy is in flight on entry. On return tSum holds the block's sums.
 
-        Unit u of the ring is K (u even) or V (u odd) of the warp's tile u // 2; `stages` units are in flight.
+        Copies are counted in groups, two an iteration: iteration i starts V of tile i - 1 + v_stages, then scores
+        tile i + 1 and starts K of tile i + 1 + k_stages. The prologue starts what the iterations before 0 would
+        have. So K of a tile has landed when at most 2 k_stages - 1 groups are open, V when 2 v_stages - 1 are.
         """
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        ring = smem + warp * self.ring
-        plane = lane // TILE
+        lane = tid % 32
         tO.fill(0.0)
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
+        source.warm(tid)
+        entry0 = self.entry(ids, top_k, Int32(0), out, tid)
+        entry1 = self.entry(ids, top_k, Int32(1), out, tid)
+        pages0 = source.look_up(entry0)
+        pages1 = source.look_up(entry1)
+        mine = self.count_tiles(ids, top_k, entry0, out, tid)
+        if lane == 0:
+            ops.store_shared_i32(smem + self.at["sums"] + (tid // 32) * 4, mine)
+        self.publish(smem, Int32(0), source.slots(entry0, pages0), tid)
+        self.publish(smem, Int32(1), source.slots(entry1, pages1), tid)
+        cute.arch.sync_threads()
+        tiles = Int32(0)
+        for w in cutlass.range_constexpr(self.warps):
+            tiles = cutlass.max(tiles, ops.load_shared_i32(smem + self.at["sums"] + w * 4))
 
-        addr0 = source.resolve(self.fetch_id(ids, top_k, first, lane), plane)
-        addr1 = source.resolve(self.fetch_id(ids, top_k, first + step, lane), plane)
-        addr2 = source.resolve(self.fetch_id(ids, top_k, first + 2 * step, lane), plane)
-        token = self.fetch_id(ids, top_k, first + 3 * step, lane)
-        mask0, mask1, mask2 = self.valid_mask(addr0), self.valid_mask(addr1), self.valid_mask(addr2)
-        for u in cutlass.range_constexpr(self.stages):
-            if cutlass.const_expr(u < 2):
-                self.issue(ring + u * self.unit, addr0, mask0, source.base, u % 2, lane)
-            else:
-                self.issue(ring + u * self.unit, addr1, mask1, source.base, u % 2, lane)
-            cute.arch.cp_async_commit_group()
-        tiles = self.count_tiles(ids, top_k, first, step, lane)
-
-        cute.arch.cp_async_wait_group(self.stages)
+        for i in cutlass.range(-self.lead, 0, unroll=1):
+            self.gather(smem, source, i + self.k_stages, tiles, 0, tid)
+            self.gather(smem, source, i - 1 + self.v_stages, tiles, 1, tid)
+        cute.arch.cp_async_wait_group(2 * self.lead)
         cute.arch.sync_threads()
         tQ = cute.make_rmem_tensor((self.head_dim // 4,), Int32)
-        tS = cute.make_rmem_tensor((8,), Float32)
-        tP = cute.make_rmem_tensor((4,), Int32)
+        tS = cute.make_rmem_tensor((4,), Float32)
         self.read_q(smem, tQ, lane)
-
-        slot = Int32(0)
+        if tiles > 0:
+            self.score(smem, source, Int32(0), tiles, tQ, tS, tid)
+        tS_next = cute.make_rmem_tensor((4,), Float32)
+        ahead, pages = Int32(-1), (Int32(-1), Int32(-1))
         for i in cutlass.range(tiles, unroll=1):
-            slot_k = ring + slot * self.unit
-            cute.arch.cp_async_wait_group(self.stages - 1)
-            cute.arch.sync_warp()
-            self.qk(slot_k, tQ, tS, lane)
-            cute.arch.sync_warp()
-            self.refill(slot_k, 0, i, tiles, addr1, addr2, mask1, mask2, source.base, lane)
-            self.softmax(tS, tP, tO, tMax, tSum, mask0, scale_log2, lane)
-            slot = self.next_slot(slot)
-            slot_v = ring + slot * self.unit
-            cute.arch.cp_async_wait_group(self.stages - 1)
-            cute.arch.sync_warp()
-            self.pv(slot_v, tP, tO, lane)
-            cute.arch.sync_warp()
-            self.refill(slot_v, 1, i, tiles, addr1, addr2, mask1, mask2, source.base, lane)
-            slot = self.next_slot(slot)
-            addr1, mask0, mask1 = addr2, mask1, mask2
-            addr2 = source.resolve(token, plane)
-            mask2 = self.valid_mask(addr2)
-            token = self.fetch_id(ids, top_k, first + (i + 4) * step, lane)
+            self.mask_and_max(smem, i, tS, scale_log2, tid)
+            if i % self.chunk_tiles == 2:
+                self.publish(smem, i // self.chunk_tiles + LEAD, source.slots(ahead, pages), tid)
+            cute.arch.sync_threads()  # A: maxima are there; the last tile's V and P are free
+            self.gather(smem, source, i - 1 + self.v_stages, tiles, 1, tid)
+            if i % self.chunk_tiles == 0:
+                ahead = self.entry(ids, top_k, i // self.chunk_tiles + LEAD, out, tid)
+            if i % self.chunk_tiles == 1:
+                pages = source.look_up(ahead)
+            if i + 1 < tiles:
+                self.score(smem, source, i + 1, tiles, tQ, tS_next, tid)
+            else:
+                cute.arch.cp_async_commit_group()  # keep the count of groups in step
+            self.exponentiate(smem, tS, tMax, tSum, tO, tid)
+            cute.arch.cp_async_wait_group(2 * self.v_stages - 1)
+            cute.arch.sync_threads()  # B: P is there, and every warp's rows of V
+            self.pv(smem, self.tile_at(smem, i, 1), tO, tid)
+            for j in cutlass.range_constexpr(4):
+                tS[j] = tS_next[j]
         cute.arch.cp_async_wait_group(0)
+        self.sum_warps(smem, tSum, tid)
+
+    @cute.jit
+    def score(
+        self, smem: Int32, source: TokenSource, tile: Int32, tiles: Int32, tQ: cute.Tensor, tS: cute.Tensor,
+        tid: Int32,
+    ):
+        """S of this warp's entries of a tile; then its K rows are free for the tile k_stages on."""
+        cute.arch.cp_async_wait_group(2 * self.k_stages - 1)
+        cute.arch.sync_warp()
+        self.qk(self.tile_at(smem, tile, 0) + (tid // 32) * WARP_TOKENS * self.pitch, tQ, tS, tid % 32)
+        cute.arch.sync_warp()
+        self.gather(smem, source, tile + self.k_stages, tiles, 0, tid)
+
+    @cute.jit
+    def sum_warps(self, smem: Int32, tSum: cute.Tensor, tid: Int32):
+        """tSum: from this lane's share to the block's sums, in warp order."""
+        lane = tid % 32
         for r in cutlass.range_constexpr(2):
             total = tSum[r]
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            tSum[r] = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            if lane % 4 == 0:
+                row = lane // 4 + 8 * r
+                ops.store_shared_f32(smem + self.at["sums"] + (row * self.warps + tid // 32) * 4, total)
+        cute.arch.sync_threads()
+        for r in cutlass.range_constexpr(2):
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(0, self.warps, 4):
+                part = ops.load_shared_f32x4(
+                    smem + self.at["sums"] + ((lane // 4 + 8 * r) * self.warps + w) * 4
+                )
+                total = total + ((part[0] + part[1]) + (part[2] + part[3]))
+            tSum[r] = total
+
+    # ---- output --------------------------------------------------------------------------------------
 
     @cute.jit
-    def refill(
-        self, slot: Int32, parity: cutlass.Constexpr[int], i: Int32, tiles: Int32, addr1: Int64, addr2: Int64,
-        mask1: Int32, mask2: Int32, base: Int64, lane: Int32,
-    ):
-        """Into the unit just consumed: the unit `stages` further on. An empty group keeps the count in step."""
-        ahead = (parity + self.stages) // 2
-        if i + ahead < tiles:
-            if cutlass.const_expr(ahead == 1):
-                self.issue(slot, addr1, mask1, base, (parity + self.stages) % 2, lane)
-            else:
-                self.issue(slot, addr2, mask2, base, (parity + self.stages) % 2, lane)
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def next_slot(self, slot: Int32) -> Int32:
-        slot = slot + 1
-        return slot if slot < self.stages else Int32(0)
-
-    # ---- combining warps -----------------------------------------------------------------------------
-
-    @cute.jit
-    def put_partial(self, smem: Int32, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor):
-        """This warp's O to its own ring, its maxima and sums to the statistics area."""
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    def store_row(self, out: RowOutput, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32):
+        """The only split of a row: normalise and store; a row with no valid entry is zeros, its LSE -inf."""
+        lane = tid % 32
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
-            at = smem + warp * self.ring + row * (self.head_dim * 4)
-            for n in cutlass.range_constexpr(self.head_dim // 8):
-                col = (8 * n + (lane % 4) * 2) ^ ((row % 8) * 8)
-                ops.store_shared_f32x2(at + col * 4, tO[4 * n + 2 * r], tO[4 * n + 2 * r + 1])
-            if lane % 4 == 0:
-                stats = smem + self.stats_offset + (warp * 2 * ROWS + row) * 4
-                ops.store_shared_f32(stats, tMax[r])
-                ops.store_shared_f32(stats + ROWS * 4, tSum[r])
+            if row < out.group:
+                inverse = self.inverse(tSum[r])
+                at = out.o + Int64(row) * out.o_head + Int64((tid // 32) * self.warp_cols + (lane % 4) * 2) * 2
+                for n in cutlass.range_constexpr(self.warp_cols // 8):
+                    ops.store_global_i32(
+                        at + 16 * n,
+                        ops.pack_2(self.dtype, tO[4 * n + 2 * r] * inverse, tO[4 * n + 2 * r + 1] * inverse),
+                    )
+                if tid < 32 and lane % 4 == 0 and out.lse != 0:
+                    self.store_lse(out.lse + Int64(row) * 4, tMax[r], tSum[r])
 
     @cute.jit
-    def combined_stats(self, smem: Int32, row: Int32, factors: cute.Tensor):
-        """Maximum and sum of a row over the block's warps; `factors[w]` scales warp w's partial. In warp order."""
-        top = Float32(EMPTY_MAX)
-        for w in cutlass.range_constexpr(self.warps):
-            top = cute.arch.fmax(top, ops.load_shared_f32(smem + self.stats_offset + (w * 2 * ROWS + row) * 4))
-        total = Float32(0.0)
-        for w in cutlass.range_constexpr(self.warps):
-            stats = smem + self.stats_offset + (w * 2 * ROWS + row) * 4
-            factors[w] = cute.math.exp2(ops.load_shared_f32(stats) - top, fastmath=True)
-            total = total + factors[w] * ops.load_shared_f32(stats + ROWS * 4)
-        return top, total
-
-    @cute.jit
-    def combined_o(self, smem: Int32, row: Int32, col: Int32, factors: cute.Tensor):
-        """Four columns of a row's O summed over the block's warps, in warp order."""
-        out = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
-        at = smem + row * (self.head_dim * 4) + (col ^ ((row % 8) * 8)) * 4
-        for w in cutlass.range_constexpr(self.warps):
-            part = ops.load_shared_f32x4(at + w * self.ring)
-            for i in cutlass.range_constexpr(4):
-                out[i] = out[i] + factors[w] * part[i]
-        return out
-
-    @cute.jit
-    def store_o(self, at: Int64, out, total: Float32):
-        """Normalise four columns and store them in the output type; a row with no valid entry is zeros."""
-        inverse = 1.0 / total if total > 0.0 else Float32(0.0)
-        ops.store_global_i32x2(
-            at,
-            ops.pack_2(self.dtype, out[0] * inverse, out[1] * inverse),
-            ops.pack_2(self.dtype, out[2] * inverse, out[3] * inverse),
-        )
+    def inverse(self, total: Float32) -> Float32:
+        return cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
 
     @cute.jit
     def store_lse(self, at: Int64, top: Float32, total: Float32):

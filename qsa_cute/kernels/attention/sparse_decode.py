@@ -2,8 +2,7 @@
 
     O[r, h] = sum_i softmax_i(scale * Q[r, h] . K[id_i]) V[id_i],   id = indices[r], K and V through the page tables
 
-Grid: one block a (row, KV head, split), split fastest; row = sequence * query_len + j. The splits of a row
-share its list tile by tile (`row_gather.py`), the first warps of the first splits taking the first tiles, so a
+Grid: (rows, splits, KV heads); row = sequence * query_len + j. The splits of a row share its list tile by tile (`row_gather.py`), the first warps of the first splits taking the first tiles, so a
 short row keeps the later splits idle. A split with entries writes its unnormalised FP32 O, maximum and sum to
 the partial workspace; the last block of a row to arrive merges them in split order, whoever it is: the bits do
 not depend on the order of arrival.
@@ -24,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import PAGE_TOKENS
-from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowGather, TokenSource
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowGather, RowOutput, TokenSource
 from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -63,9 +62,8 @@ PARAMS = (
 
 @dataclass(frozen=True)
 class PagedTokens(TokenSource):
-    """Rows of one sequence in the paged pool; addresses and strides in bytes."""
+    """Rows of one sequence in the paged pool; addresses and strides in bytes. A slot is page * 128 + row."""
 
-    base: Int64  # any readable address: the source of copies of zero bytes
     k: Int64
     v: Int64
     k_table: Int64
@@ -77,43 +75,48 @@ class PagedTokens(TokenSource):
     max_pages: Int32
 
     @cute.jit
-    def resolve(self, token: Int32, plane: Int32) -> Int64:
-        addr = Int64(0)
-        slot = token // PAGE_TOKENS
-        if token >= 0 and token < self.length and slot < self.max_pages:
-            table = self.k_table
-            pool = self.k
-            if plane != 0:
-                table = self.v_table
-                pool = self.v
-            page = ops.load_global_i32(table + Int64(slot) * 4)
-            if page >= 0 and page < self.num_pages:
-                addr = pool + Int64(page) * self.page_stride + Int64(token % PAGE_TOKENS) * self.token_stride
-        return addr
+    def warm(self, tid: Int32):
+        """The sequence's page tables to L2, a 128-byte line a thread, while the ids are on their way."""
+        if tid * 32 < self.max_pages:
+            ops.prefetch_l2(self.k_table + Int64(tid * 128))
+            ops.prefetch_l2(self.v_table + Int64(tid * 128))
 
+    @cute.jit
+    def look_up(self, token: Int32):
+        at = token // PAGE_TOKENS
+        mapped = Int32(0)
+        if token >= 0 and at < self.max_pages:
+            mapped = Int32(1)
+        k_page = ops.load_global_i32_if(mapped, self.k_table + Int64(at) * 4, Int32(-1))
+        v_page = ops.load_global_i32_if(mapped, self.v_table + Int64(at) * 4, Int32(-1))
+        return k_page, v_page
 
-@dataclass(frozen=True)
-class RowOutput:
-    """Where one (row, KV head) goes: addresses of its first head, bytes between heads, its place among rows."""
+    @cute.jit
+    def slots(self, token: Int32, pages):
+        k_slot, v_slot = Int32(-1), Int32(-1)
+        known = pages[0] >= 0 and pages[0] < self.num_pages and pages[1] >= 0 and pages[1] < self.num_pages
+        if known and token < self.length:
+            k_slot = pages[0] * PAGE_TOKENS + token % PAGE_TOKENS
+            v_slot = pages[1] * PAGE_TOKENS + token % PAGE_TOKENS
+        return k_slot, v_slot
 
-    o: Int64
-    o_head: Int64
-    lse: Int64  # 0: not wanted
-    group: Int32
-    unit: Int32  # row * num_kv_heads + kv_head: the workspace's first index
-    split: Int32
-    num_splits: Int32
-    partial_o: Int64
-    partial_stats: Int64
-    counters: Int64  # 0: none
+    @cute.jit
+    def address(self, slot: Int32, plane: cutlass.Constexpr[int]) -> Int64:
+        in_page = Int64(slot // PAGE_TOKENS) * self.page_stride + Int64(slot % PAGE_TOKENS) * self.token_stride
+        if cutlass.const_expr(plane == 1):
+            return self.v + in_page
+        return self.k + in_page
 
 
 class SparseDecode(RowGather):
-    def __init__(self, head_dim: int, dtype: str, warps: int, stages: int, max_splits: int = 1):
-        super().__init__(head_dim, dtype, warps, stages)
+    def __init__(
+        self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int,
+        max_splits: int,
+    ):
+        super().__init__(head_dim, dtype, warps, k_stages, v_stages, blocks_per_sm)
         self.max_splits = max_splits
-        self.arrival_offset = self.smem_bytes  # one word: what the counter said
-        self.smem_bytes += 16
+        self.sizes["arrival"] = 16  # one word: what the counter said
+        self.lay_out()
 
     @cute.jit
     def __call__(
@@ -130,7 +133,8 @@ class SparseDecode(RowGather):
             partial_o, partial_stats, split_counters, query_len, num_kv_heads, group_size, num_flat_pages,
             max_pages_per_seq, top_k, num_splits, q_stride_row, q_stride_head, o_stride_row, o_stride_head,
             page_table_stride, page_stride, token_stride, head_stride, indices_stride_row, attention_scale,
-        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
+        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
+                 min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100)
 
     @cute.kernel
     def kernel(
@@ -143,18 +147,14 @@ class SparseDecode(RowGather):
         indices_stride_row: Int64, attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        split = block % num_splits
-        unit = block // num_splits
-        kv_head = unit % num_kv_heads
-        row = unit // num_kv_heads
-        sequence = row // query_len
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row, split, kv_head = cute.arch.block_idx()
+        unit = row * num_kv_heads + kv_head
+        sequence = row
+        if query_len > 1:  # the division is worth a branch: everything waits for it
+            sequence = row // query_len
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
 
         head = Int64(kv_head * group_size)
-        q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
-        self.load_q(smem, q, q_stride_head * 2, group_size, tid)
         lse = lse_ptr.toint()
         if lse != 0:
             lse = lse + Int64(unit) * group_size * 4
@@ -162,79 +162,62 @@ class SparseDecode(RowGather):
             o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2, o_stride_head * 2, lse,
             group_size, unit, split, num_splits, partial_o.toint(), partial_stats.toint(), split_counters.toint(),
         )
+        self.begin(smem, out, tid)
+        q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
+        self.load_q(smem, q, q_stride_head * 2, group_size, tid)
         in_page = Int64(kv_head) * head_stride * 2
         table = Int64(sequence) * page_table_stride * 4
         source = PagedTokens(
-            k_pool_ptr.toint(), k_pool_ptr.toint() + in_page, v_pool_ptr.toint() + in_page,
+            k_pool_ptr.toint() + in_page, v_pool_ptr.toint() + in_page,
             k_page_table.toint() + table, v_page_table.toint() + table, page_stride * 2, token_stride * 2,
             ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4), num_flat_pages, max_pages_per_seq,
         )
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
 
-        tO = cute.make_rmem_tensor((self.head_dim // 2,), Float32)
+        tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
         tMax = cute.make_rmem_tensor((2,), Float32)
         tSum = cute.make_rmem_tensor((2,), Float32)
-        self.attend(
-            smem, source, ids, top_k, split * self.warps + warp, num_splits * self.warps,
-            attention_scale * ops.LOG2_E, tO, tMax, tSum,
-        )
-        self.ring_is_free(out)
-        self.put_partial(smem, tO, tMax, tSum)
-        cute.arch.sync_threads()
-        self.finish(smem, out, tid)
+        self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, out, tO, tMax, tSum, tid)
+        self.finish(smem, out, tO, tMax, tSum, tid)
 
-    def ring_is_free(self, out: RowOutput):
-        """Nothing to tell here; the cluster kernel tells its peers."""
+    def begin(self, smem: Int32, out: RowOutput, tid: Int32):
+        """Nothing to prepare here; the cluster kernel sets up its inbox."""
 
     @cute.jit
-    def finish(self, smem: Int32, out: RowOutput, tid: Int32):
+    def finish(
+        self, smem: Int32, out: RowOutput, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32
+    ):
         if out.num_splits == 1:
-            self.store_row(smem, out, tid)
+            self.store_row(out, tO, tMax, tSum, tid)
         else:
-            self.write_partial(smem, out, tid)
+            self.write_partial(out, tO, tMax, tSum, tid)
             if self.arrived_last(smem, out, tid):
                 self.merge(out, tid)
 
     @cute.jit
-    def store_row(self, smem: Int32, out: RowOutput, tid: Int32):
-        """The only split of a row: combine the warps and store, four columns a thread."""
-        factors = cute.make_rmem_tensor((self.warps,), Float32)
-        quads = self.head_dim // 4
-        for i in cutlass.range(tid, out.group * quads, self.threads, unroll=1):
-            row = i // quads
-            col = (i % quads) * 4
-            top, total = self.combined_stats(smem, row, factors)
-            self.store_o(
-                out.o + Int64(row) * out.o_head + Int64(col * 2), self.combined_o(smem, row, col, factors), total
-            )
-            if col == 0 and out.lse != 0:
-                self.store_lse(out.lse + Int64(row) * 4, top, total)
-
-    @cute.jit
-    def write_partial(self, smem: Int32, out: RowOutput, tid: Int32):
-        """This split's O (when it has entries), maxima and sums to the workspace."""
-        factors = cute.make_rmem_tensor((self.warps,), Float32)
-        quads = self.head_dim // 4
+    def write_partial(self, out: RowOutput, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32):
+        """This split's O (where it has entries), maxima and sums to the workspace."""
+        lane = tid % 32
         slot = Int64(out.unit) * self.max_splits + out.split
-        part = out.partial_o + slot * (ROWS * self.head_dim * 4)
-        stats = out.partial_stats + slot * (2 * ROWS * 4)
-        for i in cutlass.range(tid, out.group * quads, self.threads, unroll=1):
-            row = i // quads
-            col = (i % quads) * 4
-            top, total = self.combined_stats(smem, row, factors)
-            if total > 0.0:
-                v = self.combined_o(smem, row, col, factors)
-                ops.store_global_f32x4(part + Int64(row * self.head_dim + col) * 4, (v[0], v[1], v[2], v[3]))
-            if col == 0:
-                ops.store_global_f32(stats + Int64(row) * 4, top)
-                ops.store_global_f32(stats + Int64(row + ROWS) * 4, total)
+        for r in cutlass.range_constexpr(2):
+            row = lane // 4 + 8 * r
+            if row < out.group:
+                if tSum[r] > 0.0:
+                    col = (tid // 32) * self.warp_cols + (lane % 4) * 2
+                    at = out.partial_o + ((slot * ROWS + row) * self.head_dim + col) * 4
+                    for n in cutlass.range_constexpr(self.warp_cols // 8):
+                        ops.store_global_f32x2(at + 32 * n, tO[4 * n + 2 * r], tO[4 * n + 2 * r + 1])
+                if tid < 32 and lane % 4 == 0:
+                    stats = out.partial_stats + (slot * (2 * ROWS) + row) * 4
+                    ops.store_global_f32(stats, tMax[r])
+                    ops.store_global_f32(stats + ROWS * 4, tSum[r])
 
     @cute.jit
     def arrived_last(self, smem: Int32, out: RowOutput, tid: Int32):
         """Count this block in; true in the block that completes the row. The counter ends at zero."""
         cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_threads()
-        flag = smem + self.arrival_offset
+        flag = smem + self.at["arrival"]
         if tid == 0:
             counter = out.counters + Int64(out.unit) * 4
             before = ops.atomic_add_i32(counter, Int32(1))
@@ -253,8 +236,8 @@ class SparseDecode(RowGather):
         for i in cutlass.range(tid, out.group * quads, self.threads, unroll=1):
             row = i // quads
             col = (i % quads) * 4
-            part = out.partial_o + (slot * ROWS + row) * (self.head_dim * 4) + Int64(col * 4)
-            stats = out.partial_stats + slot * (2 * ROWS * 4) + Int64(row) * 4
+            part = out.partial_o + ((slot * ROWS + row) * self.head_dim + col) * 4
+            stats = out.partial_stats + (slot * (2 * ROWS) + row) * 4
             top = Float32(EMPTY_MAX)
             for s in cutlass.range(out.num_splits, unroll=4):
                 top = cute.arch.fmax(top, ops.load_global_f32(stats + Int64(s) * (2 * ROWS * 4)))
@@ -268,6 +251,11 @@ class SparseDecode(RowGather):
                     v = ops.load_global_f32x4(part + Int64(s) * (ROWS * self.head_dim * 4))
                     total = total + factor * length
                     o0, o1, o2, o3 = o0 + factor * v[0], o1 + factor * v[1], o2 + factor * v[2], o3 + factor * v[3]
-            self.store_o(out.o + Int64(row) * out.o_head + Int64(col * 2), (o0, o1, o2, o3), total)
+            inverse = self.inverse(total)
+            ops.store_global_i32x2(
+                out.o + Int64(row) * out.o_head + Int64(col) * 2,
+                ops.pack_2(self.dtype, o0 * inverse, o1 * inverse),
+                ops.pack_2(self.dtype, o2 * inverse, o3 * inverse),
+            )
             if col == 0 and out.lse != 0:
                 self.store_lse(out.lse + Int64(row) * 4, top, total)

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention.row_gather import ROWS, RowGather, TokenSource
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowGather, RowOutput, TokenSource
 from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -59,21 +59,29 @@ PARAMS = (
 class DenseTokens(TokenSource):
     """Rows of one sequence's dense K and V."""
 
-    base: Int64  # any readable address: the source of copies of zero bytes
     k: Int64
     v: Int64
     k_row: Int64
     v_row: Int64
     length: Int32
 
+    def warm(self, tid: Int32):
+        """Nothing to prefetch: an entry is its own slot."""
+
     @cute.jit
-    def resolve(self, token: Int32, plane: Int32) -> Int64:
-        addr = Int64(0)
-        if token >= 0 and token < self.length:
-            addr = self.k + Int64(token) * self.k_row
-            if plane != 0:
-                addr = self.v + Int64(token) * self.v_row
-        return addr
+    def look_up(self, token: Int32):
+        return token, token
+
+    @cute.jit
+    def slots(self, token: Int32, looked_up):
+        slot = token if token < self.length else Int32(-1)
+        return slot, slot
+
+    @cute.jit
+    def address(self, slot: Int32, plane: cutlass.Constexpr[int]) -> Int64:
+        if cutlass.const_expr(plane == 1):
+            return self.v + Int64(slot) * self.v_row
+        return self.k + Int64(slot) * self.k_row
 
 
 class SparsePrefill(RowGather):
@@ -94,7 +102,8 @@ class SparsePrefill(RowGather):
             q_stride_batch, q_stride_row, q_stride_head, k_stride_batch, k_stride_row, k_stride_head,
             v_stride_batch, v_stride_row, v_stride_head, o_stride_batch, o_stride_row, o_stride_head,
             indices_stride_batch, indices_stride_row, attention_scale,
-        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
+        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
+                 min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100)
 
     @cute.kernel
     def kernel(
@@ -119,63 +128,31 @@ class SparsePrefill(RowGather):
         if query_starts.toint() != 0:
             start = ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
         head = Int64(kv_head * group_size)
-        q = q_ptr.toint() + (
-            Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head
-        ) * 2
-        o = o_ptr.toint() + (
-            Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head
-        ) * 2
         lse = lse_ptr.toint()
         if lse != 0:
-            lse = lse + ((Int64(batch) * seq_len + row) * num_kv_heads + kv_head) * group_size * 4
+            lse = lse + Int64(block // num_kv_heads) * (num_kv_heads * group_size * 4) + head * 4
+        none = Int64(0)
+        out = RowOutput(
+            o_ptr.toint() + (Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head) * 2,
+            o_stride_head * 2, lse, group_size, block, Int32(0), Int32(1), none, none, none,
+        )
+        source = DenseTokens(
+            k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
+            v_ptr.toint() + (Int64(batch) * v_stride_batch + Int64(kv_head) * v_stride_head) * 2,
+            k_stride_row * 2, v_stride_row * 2, cutlass.min(length, kv_seq_len),
+        )
+        ids = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row) * indices_stride_row) * 4
 
-        if start + row < length:
-            source = DenseTokens(
-                k_ptr.toint(),
-                k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
-                v_ptr.toint() + (Int64(batch) * v_stride_batch + Int64(kv_head) * v_stride_head) * 2,
-                k_stride_row * 2, v_stride_row * 2, cutlass.min(length, kv_seq_len),
-            )
-            ids = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row) * indices_stride_row) * 4
-            self.live_row(smem, source, q, q_stride_head * 2, ids, top_k, o, o_stride_head * 2, lse, group_size,
-                          attention_scale * ops.LOG2_E, tid)
-        else:
-            self.padded_row(o, o_stride_head * 2, lse, group_size, tid)
-
-    @cute.jit
-    def live_row(
-        self, smem: Int32, source: TokenSource, q: Int64, q_head: Int64, ids: Int64, top_k: Int32, o: Int64,
-        o_head: Int64, lse: Int64, group: Int32, scale_log2: Float32, tid: Int32,
-    ):
-        tO = cute.make_rmem_tensor((self.head_dim // 2,), Float32)
+        tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
         tMax = cute.make_rmem_tensor((2,), Float32)
         tSum = cute.make_rmem_tensor((2,), Float32)
-        self.load_q(smem, q, q_head, group, tid)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.attend(smem, source, ids, top_k, warp, Int32(self.warps), scale_log2, tO, tMax, tSum)
-        self.put_partial(smem, tO, tMax, tSum)
-        cute.arch.sync_threads()
-        self.store_row(smem, o, o_head, lse, group, tid)
-
-    @cute.jit
-    def store_row(self, smem: Int32, o: Int64, o_head: Int64, lse: Int64, group: Int32, tid: Int32):
-        """Combine the warps and store: four columns a thread."""
-        factors = cute.make_rmem_tensor((self.warps,), Float32)
-        quads = self.head_dim // 4
-        for i in cutlass.range(tid, group * quads, self.threads, unroll=1):
-            row = i // quads
-            col = (i % quads) * 4
-            top, total = self.combined_stats(smem, row, factors)
-            self.store_o(o + Int64(row) * o_head + Int64(col * 2), self.combined_o(smem, row, col, factors), total)
-            if col == 0 and lse != 0:
-                self.store_lse(lse + Int64(row) * 4, top, total)
-
-    @cute.jit
-    def padded_row(self, o: Int64, o_head: Int64, lse: Int64, group: Int32, tid: Int32):
-        quads = self.head_dim // 4
-        for i in cutlass.range(tid, group * quads, self.threads, unroll=1):
-            row = i // quads
-            col = (i % quads) * 4
-            ops.store_global_i32x2(o + Int64(row) * o_head + Int64(col * 2), Int32(0), Int32(0))
-            if col == 0 and lse != 0:
-                ops.store_global_f32(lse + Int64(row) * 4, -Float32.inf)
+        tO.fill(0.0)
+        tMax.fill(EMPTY_MAX)
+        tSum.fill(0.0)
+        if start + row < length:
+            q = q_ptr.toint() + (
+                Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head
+            ) * 2
+            self.load_q(smem, q, q_stride_head * 2, group_size, tid)
+            self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, out, tO, tMax, tSum, tid)
+        self.store_row(out, tO, tMax, tSum, tid)

@@ -21,6 +21,10 @@ def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
     )
 
 
+def prefetch_l2(addr: Int64) -> None:
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
+
+
 def ldmatrix_x4(addr: Int32) -> tuple:
     """Four 8x8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i // 8."""
     return cute.arch.inline_ptx(
@@ -61,7 +65,16 @@ def pack_2(dtype: str, low: Float32, high: Float32) -> Int32:
 
 def load_global_i32(addr: Int64) -> Int32:
     return cute.arch.inline_ptx(
-        "ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr]
+        "ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr]
+    )
+
+
+def load_global_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
+    """The word at `addr`, or `other` without a read when `wanted` is 0. Branch-free, so loads overlap."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, {$r2}; @p ld.global.b32 {$w0}, [{$r1}]; }",
+        write_only_types=[Int32],
+        read_only_args=[wanted, addr, other],
     )
 
 
@@ -93,6 +106,10 @@ def store_global_f32(addr: Int64, value: Float32) -> None:
     cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
+def store_global_f32x2(addr: Int64, v0: Float32, v1: Float32) -> None:
+    cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
+
+
 def store_global_f32x4(addr: Int64, v: tuple) -> None:
     cute.arch.inline_ptx(
         "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v]
@@ -105,12 +122,22 @@ def load_shared_f32(addr: Int32) -> Float32:
     )
 
 
+def load_shared_f32x2(addr: Int32) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[addr]
+    )
+
+
 def load_shared_f32x4(addr: Int32) -> tuple:
     return cute.arch.inline_ptx(
         "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * 4,
         read_only_args=[addr],
     )
+
+
+def store_shared_i32x2(addr: Int32, v0: Int32, v1: Int32) -> None:
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
 
 
 def store_shared_f32(addr: Int32, value: Float32) -> None:
@@ -128,14 +155,25 @@ def map_cluster(addr: Int32, rank: Int32) -> Int32:
     )
 
 
-def store_cluster_f32(addr: Int32, value: Float32) -> None:
-    cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
-
-
-def store_cluster_f32x4(addr: Int32, v: tuple) -> None:
+def store_cluster_async_x2(addr: Int32, v0: Float32, v1: Float32, barrier: Int32) -> None:
+    """8 bytes to a peer's shared memory; completes 8 transaction bytes on the peer's mbarrier."""
     cute.arch.inline_ptx(
-        "st.shared::cluster.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v]
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
+        read_only_args=[addr, v0, v1, barrier],
     )
+
+
+def store_cluster_async_x4(addr: Int32, v: tuple, barrier: Int32) -> None:
+    """16 bytes to a peer's shared memory; completes 16 transaction bytes on the peer's mbarrier."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[addr, *v, barrier],
+    )
+
+
+def shared_barrier(addr: Int32) -> cute.Pointer:
+    """An mbarrier at a shared address, for cute.arch's mbarrier functions."""
+    return cute.make_ptr(Int64, addr, cute.AddressSpace.smem, assumed_align=8)
 
 
 def load_shared_i32(addr: Int32) -> Int32:

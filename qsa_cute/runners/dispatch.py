@@ -1,0 +1,84 @@
+"""What the runners share: whether a kernel covers a shape, which variant to ask for, and loading beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from qsa_cute import geometry
+from qsa_cute.errors import ArtifactError, UnsupportedError
+from qsa_cute.runners.checks import build_target, dtype_name, show, whole
+from qsa_cute.runtime import Loader, Wanted
+from qsa_cute.support import Support, SupportCode
+from qsa_cute.variants import DTYPES, KERNELS, SMS, variants
+
+_wanted: dict[tuple[str, int, object, int], Wanted] = {}
+
+
+def attention_support(
+    kernel: str, num_q_heads: object, num_kv_heads: object, head_dim: object, sm_version: object, dtype: object
+) -> Support:
+    """Whether `kernel` is built for this shape, type and SM. Never raises, whatever it is given."""
+    q_heads, kv_heads, dim = whole(num_q_heads), whole(num_kv_heads), whole(head_dim)
+    if not q_heads or not kv_heads or q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
+        heads = f"{show(num_q_heads)} query heads over {show(num_kv_heads)} KV heads"
+        return Support.no(SupportCode.HEADS, f"{heads}: the first must be a multiple of the second, both at least 1")
+    if q_heads // kv_heads > geometry.MAX_GROUP_SIZE:
+        group = q_heads // kv_heads
+        reason = f"{show(group)} query heads a KV head; the kernels take 1 to {geometry.MAX_GROUP_SIZE}"
+        return Support.no(SupportCode.GROUP_SIZE, reason)
+    if dim not in geometry.SUPPORTED_HEAD_DIMS:
+        dims = ", ".join(map(str, geometry.SUPPORTED_HEAD_DIMS))
+        return Support.no(SupportCode.HEAD_DIM, f"head dim {show(head_dim)}; built are {dims}")
+    sm = build_target(sm_version)
+    if sm is None or sm not in KERNELS[kernel].sms:
+        return Support.no(SupportCode.SM, f"SM {show(sm_version)}; targets of the build are {', '.join(SMS)}")
+    name = dtype_name(dtype)
+    if name not in DTYPES or not variants([sm], kernel, [dim], [name]):
+        return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built are {', '.join(DTYPES)}")
+    return Support.yes()
+
+
+def wanted(kernel: str, head_dim: int, dtype: object, max_splits: int = 0) -> Wanted:
+    """The variant to ask the loader for, remembered: one look-up on the launch path.
+
+    Args:
+        max_splits: baked constant of the kernels that have one; 0 for the others.
+
+    Raises:
+        UnsupportedError: no such type.
+    """
+    try:
+        return _wanted[kernel, head_dim, dtype, max_splits]
+    except (KeyError, TypeError):  # not asked yet, or not even hashable
+        name = dtype_name(dtype)
+        if name not in DTYPES:
+            raise UnsupportedError(f"no {kernel} for type {show(dtype)}; built are {', '.join(DTYPES)}") from None
+        baked = (("max_splits", max_splits),) if max_splits else ()
+        return _wanted.setdefault((kernel, head_dim, dtype, max_splits), Wanted(kernel, head_dim, name, baked))
+
+
+def preload(loader: Loader, each: Iterable[Wanted], device: int | None, stream: int | None, strict: bool) -> None:
+    """Load these variants into the context where they will run.
+
+    Args:
+        strict: every one must load. Otherwise those that the store does not have are passed over, as long as
+            it has one: a store may be built for one head dim only. One that is there and unsound is an error.
+
+    Raises: as `Loader.kernel`.
+    """
+    missing: ArtifactError | None = None
+    loaded = False
+    for variant in each:
+        try:
+            loader.kernel(variant, device, stream or 0)
+            loaded = True
+        except ArtifactError as error:
+            if strict or _is_built(loader, variant):
+                raise
+            missing = error
+    if missing is not None and not loaded:
+        raise missing
+
+
+def _is_built(loader: Loader, variant: Wanted) -> bool:
+    return any(loader.store.read(sm).find(variant) is not None for sm in loader.store.sms())
