@@ -156,9 +156,8 @@ def heads(num_q_heads: object, num_kv_heads: object) -> tuple[int, int]:
     """Query and KV heads of a group that fits."""
     q_heads, kv_heads = integer("num_q_heads", num_q_heads, 1), integer("num_kv_heads", num_kv_heads, 1)
     if q_heads % kv_heads or q_heads // kv_heads > geometry.MAX_GROUP_SIZE:
-        raise ArgumentError(
-            f"num_q_heads is {q_heads} over num_kv_heads {kv_heads}; it takes 1 to {geometry.MAX_GROUP_SIZE} times as many"
-        )
+        most = geometry.MAX_GROUP_SIZE
+        raise ArgumentError(f"num_q_heads is {q_heads} over num_kv_heads {kv_heads}; it takes 1 to {most} times those")
     return q_heads, kv_heads
 
 
@@ -166,5 +165,7 @@ def head_dim(value: object) -> int:
     """A head dim that is built."""
     number = whole(value)
     if number not in geometry.SUPPORTED_HEAD_DIMS:
-        raise ArgumentError(f"head_dim is {show(value)}; it takes {' or '.join(map(str, geometry.SUPPORTED_HEAD_DIMS))}")
+        raise ArgumentError(
+            f"head_dim is {show(value)}; it takes {' or '.join(map(str, geometry.SUPPORTED_HEAD_DIMS))}"
+        )
     return number

@@ -131,15 +131,14 @@ class SparsePrefillParams:
     def _check_overlap(self) -> None:
         extents = {}
         for tensor in "qkvo":
-            rows, heads = (
-                (self.kv_seq_len, self.num_kv_heads) if tensor in "kv" else (self.seq_len, self.num_q_heads)
-            )
+            rows, heads = (self.kv_seq_len, self.num_kv_heads) if tensor in "kv" else (self.seq_len, self.num_q_heads)
             steps = [getattr(self, f"{tensor}_stride_{dim}") for dim in ("batch", "row", "head")]
             dims = zip((self.batch_size, rows or 0, heads), steps, strict=True)
             pointer = getattr(self, f"{tensor}_ptr")
             extents[tensor] = checks.extent(tensor, pointer, dims, self.head_dim, checks.ELEM_BYTES)
         lse = checks.extent("lse", self.lse_ptr, (), self.batch_size * self.seq_len * self.num_q_heads, 4)
-        lists = checks.Extent("indices", self.indices, self.indices + 4 * self.top_k)
+        list_dims = ((self.batch_size, self.indices_stride_batch or 0), (self.seq_len, self.indices_stride_row or 0))
+        lists = checks.extent("indices", self.indices, list_dims, self.top_k, 4)
         checks.disjoint((extents["o"], lse), (extents["q"], extents["k"], extents["v"], lists))
 
     @classmethod
