@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from qsa_cute import geometry
-from qsa_cute.errors import ArtifactError, UnsupportedError
+from qsa_cute.errors import UnsupportedError
 from qsa_cute.runners.checks import build_target, dtype_name, show, whole
 from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.support import Support, SupportCode
@@ -57,28 +57,24 @@ def wanted(kernel: str, head_dim: int, dtype: object, max_splits: int = 0) -> Wa
         return _wanted.setdefault((kernel, head_dim, dtype, max_splits), Wanted(kernel, head_dim, name, baked))
 
 
-def preload(loader: Loader, each: Iterable[Wanted], device: int | None, stream: int | None, strict: bool) -> None:
+def preload(loader: Loader, each: Sequence[Wanted], device: int | None, stream: int | None, strict: bool) -> None:
     """Load these variants into the context where they will run.
 
     Args:
-        strict: every one must load. Otherwise those that the store does not have are passed over, as long as
-            it has one: a store may be built for one head dim only. One that is there and unsound is an error.
+        strict: every one must load. Otherwise those that the store does not have for the device are passed over, as
+            long as it has one: a store may be built for one head dim only. One that is there and unsound is an error.
 
     Raises: as `Loader.kernel`.
     """
-    missing: ArtifactError | None = None
-    loaded = False
+    if not strict:
+        place = ordinal(loader, device)
+        each = [variant for variant in each if loader.missing_reason(variant, place) is None] or each
     for variant in each:
-        try:
-            loader.kernel(variant, device, stream or 0)
-            loaded = True
-        except ArtifactError as error:
-            if strict or _is_built(loader, variant):
-                raise
-            missing = error
-    if missing is not None and not loaded:
-        raise missing
+        loader.kernel(variant, device, stream or 0)
 
 
-def _is_built(loader: Loader, variant: Wanted) -> bool:
-    return any(loader.store.read(sm).find(variant) is not None for sm in loader.store.sms())
+def ordinal(loader: Loader, device: int | None) -> int:
+    """The device itself; for None or -1 the current context's, and 0 where none is current."""
+    if device is not None and device >= 0:
+        return device
+    return loader.driver.current_device() if loader.driver.current_context() else 0

@@ -443,8 +443,7 @@ def _suits(loader: Loader, device: int) -> str:
     context = loader.driver.current_context()
     found = _suited.get((context, device))
     if found is None:
-        driver = loader.driver
-        ordinal = device if device >= 0 else driver.current_device() if context else 0
-        found = CLUSTER if driver.capability(ordinal) == _CLUSTER_CAPABILITY else SPLIT_KV
+        capability = loader.driver.capability(dispatch.ordinal(loader, device))
+        found = CLUSTER if capability == _CLUSTER_CAPABILITY else SPLIT_KV
         _suited[context, device] = found
     return found
