@@ -1,0 +1,568 @@
+"""Selection of the 512 best blocks of a row (B3, and K4's expansion): exact, stable, each logit read once.
+
+The order is total: value descending, lower block first among equals; NaN is lowest and -0 equals +0. What is
+selected is a function of the row's visible logits alone. Rows that see <= 512 blocks select all, unread.
+
+Grid: (rows). One block a row:
+1. The row goes to registers (a strided sample of it when it is longer), and 1024 groups of its elements give
+   their maxima. The 512th largest maximum bounds the threshold from below, since 512 elements reach it; a
+   2048-bin histogram over the maxima's range finds it to a bin's width.
+2. Elements that reach the bound, typically 600 to 1500, are appended to a list in shared memory as they come;
+   what was not in registers streams past once.
+3. A radix select over (value, ~index), 11 bits a pass within the range that is left, finds the 512th of the
+   list. The numbers are distinct, so ties need no care. Usually one pass, then a few numbers ranked directly.
+4. A bitmap puts the winners in ascending order; they are stored as they are, ranked, or expanded to tokens.
+A row that fits neither bound nor list (most of it equal, say) is read again in pieces, and the list is cut to
+the best 512 whenever it fills: slower, the same result.
+
+Row r sees visible = (p + 1) // 4 blocks. Prefill (from_end = 0): p = query_starts[b] + t, t = r % seq_len; rows
+with p >= context_lengths[b] are padding: all -1. Decode (from_end = 1): p = context_lengths[b] - seq_len + t.
+Output: expand = 0 512 block ids, expand = 1 the 2051 tokens (4 a block, then the open tail), -1 at the end;
+ascending, or best first with ranked = 1 (ascending where all are selected). `split_counters`, when given, are
+zeroed: num_kv_heads a row.
+
+Baked: threads, elements a thread holds. Any alignment of rows. Blocks up to 2^31; elements past `visible` are not read.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+
+from qsa_cute.geometry import BLOCK_TOKENS, INDEX_WIDTH, TOP_BLOCKS
+from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common.params import i32, i64, ptr
+from qsa_cute.kernels.indexer import select_ops as so
+
+PARAMS = (
+    ptr("logits_ptr", "f32", 16),
+    ptr("out_ptr", "i32"),
+    ptr("context_lengths", "i32"),
+    ptr("query_starts", "i32"),
+    ptr("split_counters", "i32"),
+    i32("seq_len"),
+    i32("from_end"),
+    i32("row_start"),
+    i32("num_blocks"),
+    i32("ranked"),
+    i32("expand"),
+    i32("num_kv_heads"),
+    i64("logits_stride_row"),
+    i64("out_stride_row"),
+)
+
+BINS = 2048
+BITS = 11
+GROUPS = 1024  # twice TOP_BLOCKS: the bound is their median
+MAX_LIST = 4096  # a list that cannot take 512 numbers and one more chunk is longer
+FEW = 64  # numbers of one bin that are ranked directly
+WINDOW = 32 * BINS  # ids a bitmap in the first histogram's place holds
+NONE = 0xFFFFFFFF
+
+
+class Select:
+    space = "shared"  # where the list and the first histogram are
+
+    def __init__(self, head_dim: int, dtype: str, threads: int, held: int):
+        self.threads, self.held = threads, held
+        self.warps = threads // 32
+        self.chunk = threads * 4  # elements that a block reads at once
+        self.list_size = max(min(MAX_LIST, threads * held), self.chunk + 2 * TOP_BLOCKS)
+        self.hist_a = self.list_size * 8
+        self.hist_b = self.hist_a + BINS * 4
+        self.chosen = self.hist_b + BINS * 4
+        self.few = self.chosen + TOP_BLOCKS * 4
+        self.totals = self.few + FEW * 8
+        self.words = self.totals + 128  # bin, above, count, list length, few's length, list's maximum
+        self.result = self.words + 32  # one number
+        self.extremes = self.result + 32  # [rank][warp] (min, max)
+        self.smem_bytes = self.extremes + 8 * self.warps * self.max_ranks()
+        self.min_blocks = max(1, min(65536 // (threads * (32 + held)), 227 * 1024 // (self.smem_bytes + 1024)))
+
+    def max_ranks(self) -> int:
+        return 1
+
+    @cute.jit
+    def __call__(
+        self, logits_ptr: cute.Pointer, out_ptr: cute.Pointer, context_lengths: cute.Pointer,
+        query_starts: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, from_end: Int32, row_start: Int32,
+        num_blocks: Int32, ranked: Int32, expand: Int32, num_kv_heads: Int32, logits_stride_row: Int64,
+        out_stride_row: Int64, stream: cuda.CUstream,
+    ):
+        self.kernel(
+            logits_ptr, out_ptr, context_lengths, query_starts, split_counters, seq_len, from_end, row_start,
+            num_blocks, ranked, expand, num_kv_heads, logits_stride_row, out_stride_row,
+        ).launch(
+            grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
+            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, logits_ptr: cute.Pointer, out_ptr: cute.Pointer, context_lengths: cute.Pointer,
+        query_starts: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, from_end: Int32, row_start: Int32,
+        num_blocks: Int32, ranked: Int32, expand: Int32, num_kv_heads: Int32, logits_stride_row: Int64,
+        out_stride_row: Int64,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        row, rank, _ = cute.arch.block_idx()
+        _, ranks, _ = cute.arch.grid_dim()
+        smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
+        sequence = (row_start + row) // seq_len
+        length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
+        start = ops.load_global_i32_if(
+            Int32(query_starts.toint() != 0), query_starts.toint() + Int64(sequence) * 4, Int32(0)
+        )
+        if from_end != 0:
+            start = length - seq_len
+        position = start + (row_start + row) - sequence * seq_len
+        seen = Int32(0)
+        if position >= 0 and position < length:
+            seen = position + 1
+        visible = cutlass.min(seen // BLOCK_TOKENS, num_blocks)
+
+        out = out_ptr.toint() + Int64(row) * out_stride_row * 4
+        counters = split_counters.toint()
+        if counters != 0 and rank == 0:
+            for i in cutlass.range(tid, num_kv_heads, self.threads, unroll=1):
+                ops.store_global_i32(counters + (Int64(row) * num_kv_heads + i) * 4, Int32(0))
+        if visible <= TOP_BLOCKS:
+            if rank == 0:
+                for i in cutlass.range(tid, visible, self.threads, unroll=1):
+                    so.store_i32(smem + self.chosen + i * 4, i)
+                cute.arch.sync_threads()
+                self.output(smem, out, visible, seen, expand, tid)
+        else:
+            logits = logits_ptr.toint() + Int64(row) * logits_stride_row * 4
+            self.prepare(smem, tid)
+            found = self.collect(smem, logits, visible, rank, ranks, tid)
+            if rank == 0:
+                self.finish(smem, logits, visible, found, ranked, tid)
+                self.output(smem, out, Int32(TOP_BLOCKS), seen, expand, tid)
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    @cute.jit
+    def prepare(self, smem: Int32, tid: Int32):
+        """Zero both histograms and the words; no bin found."""
+        for i in cutlass.range_constexpr(2 * BINS // self.threads):
+            so.store_i32(smem + self.hist_a + (tid + i * self.threads) * 4, Int32(0))
+        if tid > 0 and tid < 8:
+            so.store_i32(smem + self.words + tid * 4, Int32(0))
+        if tid == 0:
+            so.store_i32(smem + self.words, Int32(-1))
+
+    @cute.jit
+    def read_4(self, logits: Int64, first: Int32, visible: Int32):
+        """Elements first .. first + 3 of the row; NaN for those outside [0, visible), which are not read."""
+        at = logits + Int64(first) * 4
+        v = so.load_f32x4_if(Int32(first >= 0 and first + 4 <= visible), at)
+        v0, v1, v2, v3 = v[0], v[1], v[2], v[3]
+        if (first < 0 and first > -4) or (first < visible and first + 4 > visible):
+            v0 = so.load_f32_if(Int32(first >= 0 and first < visible), at, v0)
+            v1 = so.load_f32_if(Int32(first + 1 >= 0 and first + 1 < visible), at + 4, v1)
+            v2 = so.load_f32_if(Int32(first + 2 >= 0 and first + 2 < visible), at + 8, v2)
+            v3 = so.load_f32_if(Int32(first + 3 >= 0 and first + 3 < visible), at + 12, v3)
+        return v0, v1, v2, v3
+
+    @cute.jit
+    def collect(self, smem: Int32, logits: Int64, visible: Int32, rank: Int32, ranks: Int32, tid: Int32):
+        """Put every element that reaches the bound on the list. The list's length (which may exceed its size) is
+        in the words; returns the bound's key."""
+        shift = Int32((logits % 16) // 4)  # elements from the aligned address below the row to the row
+        chunks = (visible + shift + self.chunk - 1) // self.chunk
+        mine = (chunks + ranks - 1) // ranks
+        stride = (mine + self.held // 4 - 1) // (self.held // 4)
+        origin = tid * 4 - shift
+
+        tV = cute.make_rmem_tensor((self.held,), Float32)
+        for i in cutlass.range_constexpr(self.held // 4):
+            first = (i * stride * ranks + rank) * self.chunk + origin
+            v = self.read_4(logits, first, visible)
+            for e in cutlass.range_constexpr(4):
+                tV[4 * i + e] = v[e]
+
+        low, high, bound = self.find_bound(smem, tV, rank, ranks, tid)
+        limit = so.key_value(bound)
+        tI = cute.make_rmem_tensor((self.held,), Int32)
+        for i in cutlass.range_constexpr(self.held // 4):
+            for e in cutlass.range_constexpr(4):
+                tI[4 * i + e] = (i * stride * ranks + rank) * self.chunk + origin + e
+        self.append(smem, tV, tI, self.held, limit)
+        if stride > 1:
+            self.stream(smem, logits, visible, mine, stride, rank, ranks, origin, limit)
+        if tid == 0:
+            so.atomic_max(self.at_root(smem + self.words + 20), high, self.space)
+        self.sync_all()
+        return bound
+
+    @cute.jit
+    def stream(
+        self, smem: Int32, logits: Int64, visible: Int32, mine: Int32, stride: Int32, rank: Int32, ranks: Int32,
+        origin: Int32, limit: Float32,
+    ):
+        """The chunks that are not in registers, four at a time."""
+        rest = mine - (mine + stride - 1) // stride
+        tV = cute.make_rmem_tensor((16,), Float32)
+        tI = cute.make_rmem_tensor((16,), Int32)
+        top = Uint32(0)
+        for q0 in cutlass.range(0, rest, 4, unroll=1):
+            for i in cutlass.range_constexpr(4):
+                q = q0 + i
+                first = ((q + q // (stride - 1) + 1) * ranks + rank) * self.chunk + origin
+                if q >= rest:
+                    first = visible
+                v = self.read_4(logits, first, visible)
+                for e in cutlass.range_constexpr(4):
+                    tV[4 * i + e] = v[e]
+                    tI[4 * i + e] = first + e
+            highest = tV[0]
+            for i in cutlass.range_constexpr(1, 16):
+                highest = cute.arch.fmax(highest, tV[i])
+            key = so.order_key(highest)
+            top = cutlass.max(top, key)
+            self.append(smem, tV, tI, 16, limit)
+        top = cute.arch.warp_redux_sync(top, "umax")
+        if cute.arch.lane_idx() == 0:
+            so.atomic_max(self.at_root(smem + self.words + 20), top, self.space)
+
+    @cute.jit
+    def find_bound(self, smem: Int32, tV: cute.Tensor, rank: Int32, ranks: Int32, tid: Int32):
+        """Lowest and highest key of the groups' maxima, and the key of a value that at least 512 groups reach
+        (-inf where there are fewer groups)."""
+        groups = GROUPS // self.threads
+        tG = cute.make_rmem_tensor((groups,), Uint32)
+        low = Uint32(NONE)
+        high = Uint32(0)
+        for g in cutlass.range_constexpr(groups):
+            size = 4 // groups
+            top = tV[g * size]
+            for i in cutlass.range_constexpr(self.held // 4):
+                for e in cutlass.range_constexpr(size):
+                    if cutlass.const_expr(i + e > 0):
+                        top = cute.arch.fmax(top, tV[4 * i + g * size + e])
+            key = so.order_key(top)
+            tG[g] = key
+            high = cutlass.max(high, key)
+            low = cutlass.min(low, key if key != 0 else Uint32(NONE))
+        low = cute.arch.warp_redux_sync(low, "umin")
+        high = cute.arch.warp_redux_sync(high, "umax")
+        self.share_extremes(smem, low, high, rank, ranks, tid)
+        low = Uint32(NONE)
+        high = Uint32(0)
+        for i in cutlass.range(tid % 32, ranks * self.warps, 32, unroll=1):
+            low = cutlass.min(low, so.load_u32(smem + self.extremes + i * 8))
+            high = cutlass.max(high, so.load_u32(smem + self.extremes + i * 8 + 4))
+        low = cute.arch.warp_redux_sync(low, "umin")
+        high = cute.arch.warp_redux_sync(high, "umax")
+
+        width = Int32(0)
+        if high > low:
+            width = cutlass.max(32 - Int32(cute.arch.clz(high - low)) - BITS, Int32(0))
+        root = self.at_root(smem + self.hist_a)
+        for g in cutlass.range_constexpr(groups):
+            if tG[g] != 0:
+                so.count_one(root + Int32((tG[g] - low) >> Uint32(width)) * 4, self.space)
+        self.sync_all()
+        self.scan(smem, root, self.space, Int32(TOP_BLOCKS), tid)
+        place = so.load_i32(smem + self.words)
+        bound = Uint32(0x007FFFFF)  # -inf
+        if place >= 0:
+            bound = low + (Uint32(place) << Uint32(width))
+        return low, high, bound
+
+    @cute.jit
+    def append(self, smem: Int32, tV: cute.Tensor, tI: cute.Tensor, n: cutlass.Constexpr[int], limit: Float32):
+        """Append this thread's elements that reach `limit` to the list."""
+        count = Int32(0)
+        for i in cutlass.range_constexpr(n):
+            count = count + Int32(tV[i] >= limit)
+        before = self.warp_prefix(count)
+        base = Int32(0)
+        if cute.arch.lane_idx() == 31:
+            base = so.atomic_add(self.at_root(smem + self.words + 12), before + count, self.space)
+        base = cute.arch.shuffle_sync(base, offset=31)
+        root = self.at_root(smem)
+        at = root + cutlass.min(base + before, Int32(self.list_size)) * 8
+        end = root + self.list_size * 8
+        for i in cutlass.range_constexpr(n):
+            at = so.push_if(tV[i], limit, tI[i], at, end, self.space)
+
+    @cute.jit
+    def warp_prefix(self, count: Int32) -> Int32:
+        """The sum of the lower lanes' counts."""
+        lane = cute.arch.lane_idx()
+        total = count
+        for d in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(total, offset=1 << d)
+            total = total + (other if lane >= (1 << d) else Int32(0))
+        return total - count
+
+    # ---- where the list is: this block; the cluster kernel's root ---------------------------------------
+
+    @cute.jit
+    def at_root(self, addr: Int32) -> Int32:
+        return addr
+
+    @cute.jit
+    def sync_all(self):
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def share_extremes(self, smem: Int32, low: Uint32, high: Uint32, rank: Int32, ranks: Int32, tid: Int32):
+        if tid % 32 == 0:
+            so.store_u32x2(smem + self.extremes + (tid // 32) * 8, low, high, "shared")
+        cute.arch.sync_threads()
+
+    # ---- selecting -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def scan(self, smem: Int32, hist: Int32, space: cutlass.Constexpr[str], need: Int32, tid: Int32):
+        """Find, from the highest bin down, the one that holds the need-th count. Words 0, 1, 2: the bin, the counts
+        above it, its own; untouched when there are fewer. The histogram is complete; all threads return after
+        the words are."""
+        per = BINS // self.threads
+        warp = tid // 32
+        lane = tid % 32
+        first = BINS - (tid + 1) * per
+        tC = cute.make_rmem_tensor((per,), Int32)
+        mine = Int32(0)
+        for i in cutlass.range_constexpr(per):
+            tC[i] = so.load_i32(hist + (first + i) * 4, space)
+            mine = mine + tC[i]
+        before = self.warp_prefix(mine)
+        if lane == 31:
+            so.store_i32(smem + self.totals + warp * 4, before + mine)
+        cute.arch.sync_threads()
+        other = Int32(0)
+        if lane < warp:
+            other = so.load_i32(smem + self.totals + lane * 4)
+        before = before + cute.arch.warp_redux_sync(other, "add")
+        if before < need and need <= before + mine:
+            for j in cutlass.range_constexpr(per):
+                i = per - 1 - j
+                if before < need and need <= before + tC[i]:
+                    so.store_i32(smem + self.words, first + i)
+                    so.store_i32(smem + self.words + 4, before)
+                    so.store_i32(smem + self.words + 8, tC[i])
+                before = before + tC[i]
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def threshold(self, smem: Int32, length: Int32, low: Uint64, high: Uint64, tid: Int32) -> Uint64:
+        """The 512th largest of the list's first `length` distinct numbers, which all lie in [low, high]. Leaves
+        the second histogram zero."""
+        need = Int32(TOP_BLOCKS)
+        width = cutlass.max(64 - Int32(cute.arch.clz(high - low)) - BITS, Int32(0))
+        done = Int32(0)
+        while done == 0:
+            hist = smem + self.hist_b
+            for i in cutlass.range(tid, length, self.threads, unroll=1):
+                number = so.load_u64(smem + i * 8)
+                place = (number - low) >> Uint64(width)
+                if number >= low and place < BINS:
+                    so.count_one(hist + Int32(place) * 4, "shared")
+            cute.arch.sync_threads()
+            self.scan(smem, hist, "shared", need, tid)
+            for i in cutlass.range_constexpr(BINS // self.threads):
+                so.store_i32(hist + (tid + i * self.threads) * 4, Int32(0))
+            low = low + (Uint64(so.load_u32(smem + self.words)) << Uint64(width))
+            need = need - so.load_i32(smem + self.words + 4)
+            inside = so.load_i32(smem + self.words + 8)
+            if inside == need or width == 0:
+                done = Int32(1)
+            elif inside <= FEW:
+                low = self.rank_few(smem, length, low, width, need, inside, tid)
+                done = Int32(1)
+            width = cutlass.max(width - BITS, Int32(0))
+            cute.arch.sync_threads()
+        return low
+
+    @cute.jit
+    def rank_few(
+        self, smem: Int32, length: Int32, low: Uint64, width: Int32, need: Int32, inside: Int32, tid: Int32
+    ) -> Uint64:
+        """The need-th largest of the `inside` numbers in [low, low + 2^width)."""
+        if tid == 0:
+            so.store_i32(smem + self.words + 16, Int32(0))
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, length, self.threads, unroll=1):
+            number = so.load_u64(smem + i * 8)
+            if number >= low and ((number - low) >> Uint64(width)) == 0:
+                at = so.atomic_add(smem + self.words + 16, Int32(1), "shared")
+                so.store_u64(smem + self.few + at * 8, number)
+        cute.arch.sync_threads()
+        if tid < inside:
+            number = so.load_u64(smem + self.few + tid * 8)
+            above = Int32(1)
+            for i in cutlass.range(inside, unroll=1):
+                above = above + Int32(so.load_u64(smem + self.few + i * 8) > number)
+            if above == need:
+                so.store_u64(smem + self.result, number)
+        cute.arch.sync_threads()
+        return so.load_u64(smem + self.result)
+
+    @cute.jit
+    def finish(self, smem: Int32, logits: Int64, visible: Int32, bound: Uint32, ranked: Int32, tid: Int32):
+        """From the list, or from the row where the list does not do, to the 512 chosen ids."""
+        length = so.load_i32(smem + self.words + 12)
+        least = Uint64(0)
+        if length >= TOP_BLOCKS and length <= self.list_size:
+            for i in cutlass.range(tid, length, self.threads, unroll=1):
+                so.store_u64(smem + i * 8, so.candidate(smem + i * 8))
+            top = so.load_u32(smem + self.words + 20)
+            least = self.threshold(smem, length, Uint64(bound) << 32, (Uint64(top) << 32) | Uint64(NONE), tid)
+        else:
+            length, least = self.select_in_pieces(smem, logits, visible, tid)
+        if ranked != 0:
+            self.emit_ranked(smem, length, least, tid)
+        else:
+            self.emit_ascending(smem, length, least, visible, tid)
+
+    @cute.jit
+    def select_in_pieces(self, smem: Int32, logits: Int64, visible: Int32, tid: Int32):
+        """Any row: append piece after piece, cut the list to the best 512 when the next piece might not fit."""
+        shift = Int32((logits % 16) // 4)
+        cute.arch.sync_threads()
+        if tid == 0:
+            so.store_i32(smem + self.words + 12, Int32(0))
+        cute.arch.sync_threads()
+        least = Uint64(0)  # numbers below it are not among the best 512
+        length = Int32(0)
+        coming = self.read_4(logits, tid * 4 - shift, visible)
+        v0, v1, v2, v3 = coming
+        for first in cutlass.range(0, visible + shift, self.chunk, unroll=1):
+            at = first + tid * 4 - shift
+            n0, n1, n2, n3 = self.read_4(logits, at + self.chunk, visible)
+            self.append_number(smem, v0, at, visible, least)
+            self.append_number(smem, v1, at + 1, visible, least)
+            self.append_number(smem, v2, at + 2, visible, least)
+            self.append_number(smem, v3, at + 3, visible, least)
+            v0, v1, v2, v3 = n0, n1, n2, n3
+            cute.arch.sync_threads()
+            length = so.load_i32(smem + self.words + 12)
+            cute.arch.sync_threads()
+            if length > self.list_size - self.chunk:
+                least = self.threshold(smem, length, least, Uint64(0xFFFFFFFFFFFFFFFF), tid)
+                self.cut(smem, length, least, tid)
+                length = Int32(TOP_BLOCKS)
+        if length > TOP_BLOCKS:
+            least = self.threshold(smem, length, least, Uint64(0xFFFFFFFFFFFFFFFF), tid)
+        return length, least
+
+    @cute.jit
+    def append_number(self, smem: Int32, value: Float32, index: Int32, visible: Int32, least: Uint64):
+        number = so.rank_number(value, index)
+        wanted = index >= 0 and index < visible and number >= least
+        ballot = cute.arch.vote_ballot_sync(wanted)
+        lane = cute.arch.lane_idx()
+        base = Int32(0)
+        if lane == 0:
+            base = so.atomic_add(smem + self.words + 12, cute.arch.popc(ballot), "shared")
+        base = cute.arch.shuffle_sync(base, offset=0)
+        if wanted:
+            at = base + cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
+            so.store_u64(smem + at * 8, number)
+
+    @cute.jit
+    def cut(self, smem: Int32, length: Int32, least: Uint64, tid: Int32):
+        """Keep the list's numbers from `least` up."""
+        own = self.list_size // self.threads
+        tN = cute.make_rmem_tensor((own,), Uint64)
+        for i in cutlass.range_constexpr(own):
+            tN[i] = Uint64(0)
+            if tid + i * self.threads < length:
+                tN[i] = so.load_u64(smem + (tid + i * self.threads) * 8)
+        cute.arch.sync_threads()
+        if tid == 0:
+            so.store_i32(smem + self.words + 12, Int32(0))
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(own):
+            if tid + i * self.threads < length and tN[i] >= least:
+                at = so.atomic_add(smem + self.words + 12, Int32(1), "shared")
+                so.store_u64(smem + at * 8, tN[i])
+        cute.arch.sync_threads()
+
+    # ---- the chosen ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def emit_ascending(self, smem: Int32, length: Int32, least: Uint64, visible: Int32, tid: Int32):
+        """The ids of the numbers from `least` up, ascending, by a bitmap of WINDOW ids at a time."""
+        bitmap = smem + self.hist_a
+        lane = tid % 32
+        done = Int32(0)
+        for window in cutlass.range(0, visible, WINDOW, unroll=1):
+            words = (cutlass.min(visible - window, Int32(WINDOW)) + 31) // 32
+            per = (words + self.threads - 1) // self.threads
+            for i in cutlass.range(tid, per * self.threads, self.threads, unroll=1):
+                so.store_i32(bitmap + i * 4, Int32(0))
+            cute.arch.sync_threads()
+            for i in cutlass.range(tid, length, self.threads, unroll=1):
+                number = so.load_u64(smem + i * 8)
+                index = so.number_index(number) - window
+                if number >= least and index >= 0 and index < WINDOW:
+                    so.atomic_or(bitmap + (index // 32) * 4, Int32(1) << (index % 32))
+            cute.arch.sync_threads()
+            mine = Int32(0)
+            for i in cutlass.range(per, unroll=1):
+                mine = mine + cute.arch.popc(so.load_i32(bitmap + (tid * per + i) * 4))
+            before = self.warp_prefix(mine)
+            if lane == 31:
+                so.store_i32(smem + self.totals + (tid // 32) * 4, before + mine)
+            cute.arch.sync_threads()
+            total = Int32(0)
+            if lane < self.warps:
+                total = so.load_i32(smem + self.totals + lane * 4)
+            lower = cute.arch.warp_redux_sync(total if lane < tid // 32 else Int32(0), "add")
+            at = smem + self.chosen + (done + before + lower) * 4
+            if mine > 0:
+                for i in cutlass.range(per, unroll=1):
+                    bits = so.load_i32(bitmap + (tid * per + i) * 4)
+                    while bits != 0:
+                        lowest = 31 - Int32(cute.arch.clz(bits & -bits))
+                        so.store_i32(at, window + (tid * per + i) * 32 + lowest)
+                        at = at + 4
+                        bits = bits & (bits - 1)
+            done = done + cute.arch.warp_redux_sync(total, "add")
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def emit_ranked(self, smem: Int32, length: Int32, least: Uint64, tid: Int32):
+        """The ids of the 512 numbers from `least` up, largest number first."""
+        best = smem + self.hist_a
+        cute.arch.sync_threads()
+        if tid == 0:
+            so.store_i32(smem + self.words + 16, Int32(0))
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, length, self.threads, unroll=1):
+            number = so.load_u64(smem + i * 8)
+            if number >= least:
+                at = so.atomic_add(smem + self.words + 16, Int32(1), "shared")
+                so.store_u64(best + at * 8, number)
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, TOP_BLOCKS, self.threads, unroll=1):
+            number = so.load_u64(best + i * 8)
+            above = Int32(0)
+            for j in cutlass.range(TOP_BLOCKS, unroll=8):
+                above = above + Int32(so.load_u64(best + j * 8) > number)
+            so.store_i32(smem + self.chosen + above * 4, so.number_index(number))
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def output(self, smem: Int32, out: Int64, count: Int32, seen: Int32, expand: Int32, tid: Int32):
+        if expand == 0:
+            for i in cutlass.range(tid, TOP_BLOCKS, self.threads, unroll=1):
+                block = Int32(-1)
+                if i < count:
+                    block = so.load_i32(smem + self.chosen + i * 4)
+                ops.store_global_i32(out + Int64(i) * 4, block)
+        else:
+            tail = seen % BLOCK_TOKENS
+            for i in cutlass.range(tid, INDEX_WIDTH, self.threads, unroll=1):
+                token = Int32(-1)
+                past = i - count * BLOCK_TOKENS
+                if past < 0:
+                    token = so.load_i32(smem + self.chosen + (i // BLOCK_TOKENS) * 4) * BLOCK_TOKENS + i % BLOCK_TOKENS
+                elif past < tail:
+                    token = seen - tail + past
+                ops.store_global_i32(out + Int64(i) * 4, token)

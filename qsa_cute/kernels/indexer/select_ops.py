@@ -1,0 +1,122 @@
+"""The instructions of the selection kernels, on plain addresses: `common/ops.py`'s conventions.
+
+`space` is "shared" or "shared::cluster"; with the latter an address may lie in a peer's shared memory.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+
+from qsa_cute.kernels.common.ops import map_cluster as map_cluster
+
+
+def load_f32x4_if(wanted: Int32, addr: Int64) -> tuple:
+    """Four floats, or NaNs without a read when `wanted` is 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, 0x7fffffff; mov.b32 {$w1}, 0x7fffffff; "
+        "mov.b32 {$w2}, 0x7fffffff; mov.b32 {$w3}, 0x7fffffff; "
+        "@p ld.global.L1::no_allocate.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}]; }",
+        write_only_types=[Float32] * 4,
+        read_only_args=[wanted, addr],
+    )
+
+
+def load_f32_if(wanted: Int32, addr: Int64, other: Float32) -> Float32:
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, {$r2}; @p ld.global.f32 {$w0}, [{$r1}]; }",
+        write_only_types=[Float32],
+        read_only_args=[wanted, addr, other],
+    )
+
+
+def order_key(value: Float32) -> Uint32:
+    """An unsigned that orders as the selection does: NaN lowest (0), -0 equal to +0, otherwise the value."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 t; .reg .b32 m, b; .reg .pred p; add.rn.f32 t, {$r0}, 0f00000000; mov.b32 b, t; "
+        "shr.s32 m, b, 31; or.b32 m, m, 0x80000000; xor.b32 b, b, m; setp.nan.f32 p, t, t; selp.b32 {$w0}, 0, b, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[value],
+    )
+
+
+def key_value(key: Uint32) -> Float32:
+    """The float whose `order_key` is `key`."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 m; shr.s32 m, {$r0}, 31; not.b32 m, m; or.b32 m, m, 0x80000000; xor.b32 m, {$r0}, m; "
+        "mov.b32 {$w0}, m; }",
+        write_only_types=[Float32],
+        read_only_args=[key],
+    )
+
+
+def push_if(value: Float32, bound: Float32, index: Int32, addr: Int32, end: Int32, space: str) -> Int32:
+    """When value >= bound: append (value, index) at `addr` unless that is at or past `end`. The next address."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p, q; setp.ge.f32 p, {$r0}, {$r1}; setp.lt.and.u32 q, {$r3}, {$r4}, p; "
+        f"@q st.{space}.v2.b32 [{{$r3}}], {{{{$r0}}, {{$r2}}}}; mov.b32 {{$w0}}, {{$r3}}; @p add.s32 {{$w0}}, {{$w0}}, 8; }}",
+        write_only_types=[Int32],
+        read_only_args=[value, bound, index, addr, end],
+    )
+
+
+def atomic_add(addr: Int32, value: Int32, space: str) -> Int32:
+    """The value before."""
+    scope = "cluster" if space == "shared::cluster" else "cta"
+    return cute.arch.inline_ptx(
+        f"atom.relaxed.{scope}.{space}.add.u32 {{$w0}}, [{{$r0}}], {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[addr, value],
+    )
+
+
+def count_one(addr: Int32, space: str) -> None:
+    scope = "cluster" if space == "shared::cluster" else "cta"
+    cute.arch.inline_ptx(f"red.relaxed.{scope}.{space}.add.u32 [{{$r0}}], 1;", read_only_args=[addr])
+
+
+def atomic_max(addr: Int32, value: Uint32, space: str) -> None:
+    scope = "cluster" if space == "shared::cluster" else "cta"
+    cute.arch.inline_ptx(f"red.relaxed.{scope}.{space}.max.u32 [{{$r0}}], {{$r1}};", read_only_args=[addr, value])
+
+
+def atomic_or(addr: Int32, value: Int32) -> None:
+    cute.arch.inline_ptx("red.relaxed.cta.shared.or.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def load_u32(addr: Int32) -> Uint32:
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[addr])
+
+
+def load_u64(addr: Int32) -> Uint64:
+    return cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[addr])
+
+
+def load_i32(addr: Int32, space: str = "shared") -> Int32:
+    return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def store_i32(addr: Int32, value: Int32) -> None:
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def store_u32x2(addr: Int32, v0: Uint32, v1: Uint32, space: str) -> None:
+    cute.arch.inline_ptx(f"st.{space}.v2.b32 [{{$r0}}], {{{{$r1}}, {{$r2}}}};", read_only_args=[addr, v0, v1])
+
+
+def store_u64(addr: Int32, value: Uint64) -> None:
+    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def candidate(addr: Int32) -> Uint64:
+    """Read a pushed (value, index) as one number that orders as the selection does: key, then lower index first."""
+    value, index = cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Int32], read_only_args=[addr]
+    )
+    return rank_number(value, index)
+
+
+def rank_number(value: Float32, index: Int32) -> Uint64:
+    return (Uint64(order_key(value)) << 32) | Uint64(Uint32(~index))
+
+
+def number_index(number: Uint64) -> Int32:
+    return ~Int32(Uint32(number & 0xFFFFFFFF))
