@@ -38,7 +38,7 @@ SMEM_OPTIN_KIB: Mapping[str, int] = MappingProxyType(
 SMS = tuple(SMEM_OPTIN_KIB)
 
 # Short tags of the baked constants, in the order they appear in a name.
-TAGS: Mapping[str, str] = MappingProxyType({"tile": "n", "warps": "w", "stages": "st", "max_splits": "s"})
+TAGS: Mapping[str, str] = MappingProxyType({"warps": "w", "k_stages": "k", "v_stages": "v", "blocks_per_sm": "b", "max_splits": "s"})
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,38 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """File stem and kernel symbol, e.g. `qsa_sparse_decode_d256_bf16_w4_st3_s8_sm90a`."""
+        """File stem and kernel symbol, e.g. `qsa_sparse_decode_d256_bf16_w8_k1_v2_b2_s8_sm90a`."""
         tags = [f"{TAGS[key]}{value}" for key, value in self.baked]
         return "_".join([f"qsa_{self.kernel}", f"d{self.head_dim}", self.dtype, *tags, self.sm.replace("_", "")])
 
 
-def _row_gather(**baked: int) -> tuple[Tuning, ...]:
-    """Three stages of a warp's ring; two where three of 256 columns do not fit the shared memory (99 KiB)."""
-    small = tuple(sm for sm in SMS if SMEM_OPTIN_KIB[sm] < 107)
-    large = tuple(sm for sm in SMS if sm not in small)
-    three, two = ({"warps": 4, "stages": stages, **baked} for stages in (3, 2))
-    return (Tuning(three, large), Tuning(two, small, (256,)), Tuning(three, small, (128,)))
+def _sms(kib: int) -> tuple[str, ...]:
+    return tuple(sm for sm in SMS if SMEM_OPTIN_KIB[sm] == kib)
 
+
+def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
+    """One K tile and two V tiles in flight, two blocks an SM: the best of those measured on the H200.
+
+    One V tile where two such blocks would not fit; one block where only one fits, or where the paged kernel
+    would spill at the 128 registers of two (256 columns, outside sm_90a).
+    """
+
+    def stages(v: int, blocks: int) -> dict[str, int]:
+        return {"warps": 8, "k_stages": 1, "v_stages": v, "blocks_per_sm": blocks, **baked}
+
+    blackwell = tuple(sm for sm in _sms(227) if sm != "sm_90a")
+    return (
+        Tuning(stages(2, 2), ("sm_90a",)),
+        Tuning(stages(2, 1 if paged else 2), blackwell, (256,)),
+        Tuning(stages(2, 2), (*blackwell, *_sms(163)), (128,)),
+        Tuning(stages(2, 1) if paged else stages(1, 2), _sms(163), (256,)),
+        Tuning(stages(1, 1), _sms(99), (256,)),
+        Tuning(stages(1, 2), _sms(99), (128,)),
+    )
+
+
+# Two tiles of each in flight, one block an SM: the splits of a row are few and far apart.
+_CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
@@ -109,17 +129,17 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             Kernel(
                 name="sparse_prefill",
                 entry="qsa_cute.kernels.attention.sparse_prefill:SparsePrefill",
-                tuning=_row_gather(),
+                tuning=_row_gather(paged=False),
             ),
             Kernel(
                 name="sparse_decode",
                 entry="qsa_cute.kernels.attention.sparse_decode:SparseDecode",
-                tuning=_row_gather(max_splits=geometry.HOST_MAX_SPLITS),
+                tuning=_row_gather(paged=True, max_splits=geometry.HOST_MAX_SPLITS),
             ),
             Kernel(
                 name="sparse_decode_cluster",
                 entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
-                tuning=(Tuning({"warps": 4, "stages": 3}, ("sm_90a",)),),
+                tuning=(Tuning(_CLUSTER, ("sm_90a",)),),
             ),
         )
     }

@@ -56,7 +56,7 @@ def environment(sm: str, dump: str) -> dict[str, str]:
 
 
 def compile_variant(job: Job) -> tuple[bytes, dict[str, Any]]:
-    """The cubin, and {"threads", "smem_bytes", "params": [{"name", "kind"}]}. Needs `environment`."""
+    """The cubin, and {"threads", "smem_bytes", "early_launch", "params": [{"name", "kind"}]}. Needs `environment`."""
     import cuda.bindings.driver as cuda
     import cutlass.cute as cute
 
@@ -70,6 +70,7 @@ def compile_variant(job: Job) -> tuple[bytes, dict[str, Any]]:
     report = {
         "threads": obj.threads,
         "smem_bytes": obj.smem_bytes,
+        "early_launch": bool(getattr(cls, "early_launch", False)),
         "params": [{"name": param.name, "kind": param.kind} for param in module.PARAMS],
     }
     return bytes(compiled.artifacts.CUBIN), report

@@ -33,6 +33,7 @@ class Entry(TypedDict):
     threads: int
     smem_bytes: int  # dynamic, given at launch
     static_smem_bytes: int
+    early_launch: bool  # it waits for the kernels before it by itself
     registers: int
     spill_bytes: int
     params: list[Record]  # name, kind, offset, size, in the order of the signature
@@ -75,6 +76,7 @@ def record(
         "threads": report["threads"],
         "smem_bytes": report["smem_bytes"],
         "static_smem_bytes": cubin.static_smem_bytes,
+        "early_launch": report["early_launch"],
         "registers": cubin.registers,
         "spill_bytes": cubin.stack_bytes,
         "params": params,

@@ -78,7 +78,11 @@ class ParamRecord:
 
 @dataclass(frozen=True, slots=True)
 class VariantRecord:
-    """One cubin as its manifest describes it; sizes in bytes."""
+    """One cubin as its manifest describes it; sizes in bytes.
+
+    `early_launch`: the kernel waits for the kernels before it by itself (griddepcontrol), so it is launched with
+    programmatic stream serialization and its start overlaps their end.
+    """
 
     name: str
     kernel: str
@@ -92,6 +96,7 @@ class VariantRecord:
     threads: int
     smem_bytes: int
     static_smem_bytes: int
+    early_launch: bool
     params: tuple[ParamRecord, ...]
     param_bytes: int
 
@@ -210,7 +215,8 @@ class _ManifestReader:
             end = param.offset + param.size
         if end > numbers["param_bytes"]:
             raise self._bad(f"gives {name} {numbers['param_bytes']} parameter bytes, its parameters need {end}")
-        return VariantRecord(name=name, baked=baked, params=params, **text, **numbers)
+        early = self._field(name, record, "early_launch", bool)
+        return VariantRecord(name=name, baked=baked, params=params, early_launch=early, **text, **numbers)
 
     def _param(self, name: str, record: Any) -> ParamRecord:
         param = ParamRecord(

@@ -18,12 +18,14 @@ from qsa_cute.errors import ArgumentError, DriverError
 from qsa_cute.runtime.artifacts import VariantRecord
 from qsa_cute.runtime.driver import Driver, Handle
 
-# CUlaunchConfig (56 bytes) followed by one CUlaunchAttribute, as cuda.h lays them out on 64-bit hosts.
+# CUlaunchConfig (56 bytes) followed by two CUlaunchAttribute, as cuda.h lays them out on 64-bit hosts.
 _CONFIG = struct.Struct("<7I4xQQI4x")  # grid x y z, block x y z, shared memory, stream, attributes, their number
-_ATTRIBUTE = struct.Struct("<I4x3I52x")  # id, value: cluster x y z
-_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_ATTRIBUTE = struct.Struct("<I4x3I52x")  # id, value: up to three words
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION: x y z
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: 1
 # Indices of the fields that a launch writes, in words of 4 and of 8 bytes.
-_GRID_X, _GRID_Y, _GRID_Z, _NUM_ATTRIBUTES, _CLUSTER_X = 0, 1, 2, 12, _CONFIG.size // 4 + 2
+_GRID_X, _GRID_Y, _GRID_Z, _NUM_ATTRIBUTES = 0, 1, 2, 12
+_ONE_BLOCK = (1, 1, 1)
 _STREAM = 4
 
 _NO_EXTRA = 0
@@ -82,11 +84,15 @@ class _Slot:
         base = ctypes.addressof(self.params)
         self._array = (ctypes.c_void_p * len(packer.offsets))(*(base + offset for offset in packer.offsets))
         self.array = ctypes.addressof(self._array)
-        self._memory = ctypes.create_string_buffer(_CONFIG.size + _ATTRIBUTE.size)
+        self._memory = ctypes.create_string_buffer(_CONFIG.size + 2 * _ATTRIBUTE.size)
         address = ctypes.addressof(self._memory)
         attribute = address + _CONFIG.size
         _CONFIG.pack_into(self._memory, 0, 1, 1, 1, record.threads, 1, 1, record.smem_bytes, 0, attribute, 0)
-        _ATTRIBUTE.pack_into(self._memory, _CONFIG.size, _CLUSTER_DIMENSION, 1, 1, 1)
+        ids = [_PROGRAMMATIC] * record.early_launch + [_CLUSTER_DIMENSION]
+        for i, attribute_id in enumerate(ids):
+            _ATTRIBUTE.pack_into(self._memory, _CONFIG.size + i * _ATTRIBUTE.size, attribute_id, 1, 1, 1)
+        self.always = len(ids) - 1  # attributes of every launch; the cluster's comes last
+        self.cluster = (_CONFIG.size + self.always * _ATTRIBUTE.size) // 4 + 2
         view = memoryview(self._memory).cast("B")
         self.words = view.cast("I")
         self.quads = view.cast("Q")
@@ -113,14 +119,20 @@ class Kernel:
         self._pack_into = self._packer.layout.pack_into
         self._slots: list[_Slot] = []
 
-    def launch(self, params: Any, grid: int | tuple[int, int, int], stream: int, cluster: int = 1) -> None:
+    def launch(
+        self,
+        params: Any,
+        grid: int | tuple[int, int, int],
+        stream: int,
+        cluster: int | tuple[int, int, int] = 1,
+    ) -> None:
         """Launch on `stream` of the current context. Any number of threads may launch at once.
 
         Args:
             params: an object with an attribute for every parameter of the manifest.
             grid: blocks along x, or (x, y, z).
             stream: CUstream as an integer; 0 is the legacy default stream.
-            cluster: blocks of a cluster, along x; `grid` must be a multiple.
+            cluster: blocks of a cluster along x, or (x, y, z); `grid` must be a multiple.
 
         Raises:
             ArgumentError: a parameter is missing or does not fit its kind; nothing was launched.
@@ -142,8 +154,12 @@ class Kernel:
                 words[_GRID_X] = grid
                 words[_GRID_Y] = words[_GRID_Z] = 1
             slot.quads[_STREAM] = stream
-            words[_CLUSTER_X] = cluster
-            words[_NUM_ATTRIBUTES] = cluster > 1
+            if cluster in (1, _ONE_BLOCK):
+                words[_NUM_ATTRIBUTES] = slot.always
+            else:
+                words[_NUM_ATTRIBUTES] = slot.always + 1
+                at = slot.cluster
+                words[at], words[at + 1], words[at + 2] = cluster if isinstance(cluster, tuple) else (cluster, 1, 1)
             # The driver copies the parameters before it returns, so the slot is free for the next launch.
             status = self._launch(slot.config, self.function, slot.array, _NO_EXTRA)[0]
         finally:
@@ -151,7 +167,9 @@ class Kernel:
         if status:
             raise self._refused(status, grid, cluster)
 
-    def _refused(self, error: Any, grid: int | tuple[int, int, int], cluster: int) -> DriverError:
+    def _refused(
+        self, error: Any, grid: int | tuple[int, int, int], cluster: int | tuple[int, int, int]
+    ) -> DriverError:
         shape = f"grid {grid}, cluster {cluster}, {self.record.threads} threads, {self.record.smem_bytes} bytes"
         return DriverError(f"launch of {self.record.name} ({shape}) failed: {self._driver.error_text(error)}")
 
@@ -163,6 +181,12 @@ class ForeignKernel(Kernel):
         super().__init__(kernel._driver, kernel.record, kernel.function, kernel.device)
         self._context = context
 
-    def launch(self, params: Any, grid: int | tuple[int, int, int], stream: int, cluster: int = 1) -> None:
+    def launch(
+        self,
+        params: Any,
+        grid: int | tuple[int, int, int],
+        stream: int,
+        cluster: int | tuple[int, int, int] = 1,
+    ) -> None:
         with self._driver.pushed(self._context):
             super().launch(params, grid, stream, cluster)

@@ -38,6 +38,7 @@ def variant_record(folder: Path, name: str, cubin: bytes, **changes: Any) -> dic
         "threads": 128,
         "smem_bytes": 100_000,
         "static_smem_bytes": 0,
+        "early_launch": False,
         "params": PARAMS,
         "param_bytes": 28,
         **changes,
@@ -181,11 +182,10 @@ class FakeDriver:
     def launch(self, config: int, function: Any, array: int, extra: int) -> tuple[int]:
         """Reads back what was packed, as the driver would."""
         fields = struct.unpack("<7I4xQQI4x", ctypes.string_at(config, 56))
-        cluster = 1
-        if fields[9]:
-            attribute, cluster, *_ = struct.unpack("<I4x3I", ctypes.string_at(fields[8], 20))
-            if attribute != 4:
-                raise AssertionError(f"attribute {attribute} is not the cluster dimension")
+        attributes = {}
+        for i in range(fields[9]):
+            attribute, *value = struct.unpack("<I4x3I", ctypes.string_at(fields[8] + 72 * i, 20))
+            attributes[attribute] = tuple(value)
         addresses = (ctypes.c_void_p * len(PARAMS)).from_address(array)
         codes = {"ptr": "<Q", "i64": "<q", "i32": "<i", "f32": "<f"}
         values = {
@@ -199,7 +199,9 @@ class FakeDriver:
                 block=fields[3:6],
                 smem=fields[6],
                 stream=fields[7],
-                cluster=cluster,
+                cluster=attributes.pop(4, (1, 1, 1)),
+                early=attributes.pop(6, (0, 0, 0))[0] == 1,
+                attributes=attributes,
                 values=values,
                 context=self.current_context(),
             )

@@ -42,7 +42,6 @@ LEAD = CHUNKS - 1
 class TokenSource:
     """Where list entries lead. Subclasses are frozen dataclasses of addresses and strides.
 
-    `warm(tid)` prefetches what the look-ups will read;
     `look_up(id)` starts the memory reads that resolving needs and returns their results (two Int32);
     `slots(id, looked_up)` returns the entry's places in K and V (two Int32, -1 when invalid; both or none);
     `address(slot, plane)` is the address of a valid slot's row in K (plane 0) or V (plane 1).
@@ -50,19 +49,21 @@ class TokenSource:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which part of a row's list a block attends to: tiles split, split + num_splits, ..."""
+
+    split: Int32
+    num_splits: Int32
+    group: Int32  # query heads
+
+
+@dataclass(frozen=True)
 class RowOutput:
-    """Where one (row, KV head) goes. `unit` = row * num_kv_heads + kv_head; 0 addresses mean not wanted."""
+    """Where one (row, KV head) goes; a 0 address means not wanted. Made after the main loop, to spare registers."""
 
     o: Int64
     o_head: Int64  # bytes between heads
     lse: Int64
-    group: Int32
-    unit: Int32
-    split: Int32
-    num_splits: Int32
-    partial_o: Int64
-    partial_stats: Int64
-    counters: Int64
 
 
 class RowGather:
@@ -107,9 +108,9 @@ class RowGather:
     # ---- the list ------------------------------------------------------------------------------------
 
     @cute.jit
-    def entry(self, ids: Int64, top_k: Int32, chunk: Int32, out: RowOutput, tid: Int32) -> Int32:
+    def entry(self, ids: Int64, top_k: Int32, chunk: Int32, share: Share, tid: Int32) -> Int32:
         """This thread's entry of a chunk of the split's tiles; -1 past the end of the list."""
-        tile = (chunk * self.chunk_tiles + tid // self.tile) * out.num_splits + out.split
+        tile = (chunk * self.chunk_tiles + tid // self.tile) * share.num_splits + share.split
         at = tile * self.tile + tid % self.tile
         return ops.load_global_i32_if(Int32(at < top_k), ids + Int64(at) * 4, Int32(-1))
 
@@ -123,13 +124,13 @@ class RowGather:
             ops.store_shared_i32(smem + self.at["masks"] + (ring * self.warps + tid // 32) * 4, valid)
 
     @cute.jit
-    def count_tiles(self, ids: Int64, top_k: Int32, first: Int32, out: RowOutput, tid: Int32) -> Int32:
+    def count_tiles(self, ids: Int64, top_k: Int32, first: Int32, share: Share, tid: Int32) -> Int32:
         """Tiles up to this warp's last entry with an id >= 0; `first` is its entry of chunk 0."""
         last = tid // self.tile + 1 if first >= 0 else Int32(0)
-        step = self.chunk_tiles * self.tile * out.num_splits
+        step = self.chunk_tiles * self.tile * share.num_splits
         chunk = Int32(1)
-        while chunk * step + out.split * self.tile < top_k:
-            if self.entry(ids, top_k, chunk, out, tid) >= 0:
+        while chunk * step + share.split * self.tile < top_k:
+            if self.entry(ids, top_k, chunk, share, tid) >= 0:
                 last = chunk * self.chunk_tiles + tid // self.tile + 1
             chunk = chunk + 1
         return cute.arch.warp_redux_sync(last, "max")
@@ -285,7 +286,7 @@ class RowGather:
 
     @cute.jit
     def attend(
-        self, smem: Int32, source: TokenSource, ids: Int64, top_k: Int32, scale_log2: Float32, out: RowOutput,
+        self, smem: Int32, source: TokenSource, ids: Int64, top_k: Int32, scale_log2: Float32, share: Share,
         tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32,
     ):
         """Run the split's tiles; Q's copy is in flight on entry. On return tSum holds the block's sums.
@@ -298,12 +299,11 @@ class RowGather:
         tO.fill(0.0)
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
-        source.warm(tid)
-        entry0 = self.entry(ids, top_k, Int32(0), out, tid)
-        entry1 = self.entry(ids, top_k, Int32(1), out, tid)
+        entry0 = self.entry(ids, top_k, Int32(0), share, tid)
+        entry1 = self.entry(ids, top_k, Int32(1), share, tid)
         pages0 = source.look_up(entry0)
         pages1 = source.look_up(entry1)
-        mine = self.count_tiles(ids, top_k, entry0, out, tid)
+        mine = self.count_tiles(ids, top_k, entry0, share, tid)
         if lane == 0:
             ops.store_shared_i32(smem + self.at["sums"] + (tid // 32) * 4, mine)
         self.publish(smem, Int32(0), source.slots(entry0, pages0), tid)
@@ -332,7 +332,7 @@ class RowGather:
             cute.arch.sync_threads()  # A: maxima are there; the last tile's V and P are free
             self.gather(smem, source, i - 1 + self.v_stages, tiles, 1, tid)
             if i % self.chunk_tiles == 0:
-                ahead = self.entry(ids, top_k, i // self.chunk_tiles + LEAD, out, tid)
+                ahead = self.entry(ids, top_k, i // self.chunk_tiles + LEAD, share, tid)
             if i % self.chunk_tiles == 1:
                 pages = source.look_up(ahead)
             if i + 1 < tiles:
@@ -384,12 +384,14 @@ class RowGather:
     # ---- output --------------------------------------------------------------------------------------
 
     @cute.jit
-    def store_row(self, out: RowOutput, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32):
+    def store_row(
+        self, out: RowOutput, group: Int32, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32
+    ):
         """The only split of a row: normalise and store; a row with no valid entry is zeros, its LSE -inf."""
         lane = tid % 32
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
-            if row < out.group:
+            if row < group:
                 inverse = self.inverse(tSum[r])
                 at = out.o + Int64(row) * out.o_head + Int64((tid // 32) * self.warp_cols + (lane % 4) * 2) * 2
                 for n in cutlass.range_constexpr(self.warp_cols // 8):

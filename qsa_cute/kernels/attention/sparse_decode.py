@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import PAGE_TOKENS
-from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowGather, RowOutput, TokenSource
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowGather, RowOutput, Share, TokenSource
 from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -75,13 +75,6 @@ class PagedTokens(TokenSource):
     max_pages: Int32
 
     @cute.jit
-    def warm(self, tid: Int32):
-        """The sequence's page tables to L2, a 128-byte line a thread, while the ids are on their way."""
-        if tid * 32 < self.max_pages:
-            ops.prefetch_l2(self.k_table + Int64(tid * 128))
-            ops.prefetch_l2(self.v_table + Int64(tid * 128))
-
-    @cute.jit
     def look_up(self, token: Int32):
         at = token // PAGE_TOKENS
         mapped = Int32(0)
@@ -106,6 +99,16 @@ class PagedTokens(TokenSource):
         if cutlass.const_expr(plane == 1):
             return self.v + in_page
         return self.k + in_page
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Addresses of the split-K workspace, and a (row, KV head)'s place in it: row * num_kv_heads + kv_head."""
+
+    partial_o: Int64
+    partial_stats: Int64
+    counters: Int64  # 0: none
+    unit: Int32
 
 
 class SparseDecode(RowGather):
@@ -155,14 +158,8 @@ class SparseDecode(RowGather):
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
 
         head = Int64(kv_head * group_size)
-        lse = lse_ptr.toint()
-        if lse != 0:
-            lse = lse + Int64(unit) * group_size * 4
-        out = RowOutput(
-            o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2, o_stride_head * 2, lse,
-            group_size, unit, split, num_splits, partial_o.toint(), partial_stats.toint(), split_counters.toint(),
-        )
-        self.begin(smem, out, tid)
+        share = Share(split, num_splits, group_size)
+        self.begin(smem, share, tid)
         q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
         self.load_q(smem, q, q_stride_head * 2, group_size, tid)
         in_page = Int64(kv_head) * head_stride * 2
@@ -177,73 +174,83 @@ class SparseDecode(RowGather):
         tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
         tMax = cute.make_rmem_tensor((2,), Float32)
         tSum = cute.make_rmem_tensor((2,), Float32)
-        self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, out, tO, tMax, tSum, tid)
-        self.finish(smem, out, tO, tMax, tSum, tid)
+        self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, share, tO, tMax, tSum, tid)
+        lse = lse_ptr.toint()
+        if lse != 0:
+            lse = lse + Int64(unit) * group_size * 4
+        out = RowOutput(
+            o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2, o_stride_head * 2, lse
+        )
+        work = Workspace(partial_o.toint(), partial_stats.toint(), split_counters.toint(), unit)
+        self.finish(smem, out, work, share, tO, tMax, tSum, tid)
 
-    def begin(self, smem: Int32, out: RowOutput, tid: Int32):
+    def begin(self, smem: Int32, share: Share, tid: Int32):
         """Nothing to prepare here; the cluster kernel sets up its inbox."""
 
     @cute.jit
     def finish(
-        self, smem: Int32, out: RowOutput, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32
+        self, smem: Int32, out: RowOutput, work: Workspace, share: Share, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor,
+        tid: Int32,
     ):
-        if out.num_splits == 1:
-            self.store_row(out, tO, tMax, tSum, tid)
+        if share.num_splits == 1:
+            self.store_row(out, share.group, tO, tMax, tSum, tid)
         else:
-            self.write_partial(out, tO, tMax, tSum, tid)
-            if self.arrived_last(smem, out, tid):
-                self.merge(out, tid)
+            self.write_partial(work, share, tO, tMax, tSum, tid)
+            if self.arrived_last(smem, work, share, tid):
+                self.merge(out, work, share, tid)
 
     @cute.jit
-    def write_partial(self, out: RowOutput, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32):
+    def write_partial(
+        self, work: Workspace, share: Share, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32
+    ):
         """This split's O (where it has entries), maxima and sums to the workspace."""
         lane = tid % 32
-        slot = Int64(out.unit) * self.max_splits + out.split
+        slot = Int64(work.unit) * self.max_splits + share.split
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
-            if row < out.group:
+            if row < share.group:
                 if tSum[r] > 0.0:
                     col = (tid // 32) * self.warp_cols + (lane % 4) * 2
-                    at = out.partial_o + ((slot * ROWS + row) * self.head_dim + col) * 4
+                    at = work.partial_o + ((slot * ROWS + row) * self.head_dim + col) * 4
                     for n in cutlass.range_constexpr(self.warp_cols // 8):
                         ops.store_global_f32x2(at + 32 * n, tO[4 * n + 2 * r], tO[4 * n + 2 * r + 1])
                 if tid < 32 and lane % 4 == 0:
-                    stats = out.partial_stats + (slot * (2 * ROWS) + row) * 4
+                    stats = work.partial_stats + (slot * (2 * ROWS) + row) * 4
                     ops.store_global_f32(stats, tMax[r])
                     ops.store_global_f32(stats + ROWS * 4, tSum[r])
 
     @cute.jit
-    def arrived_last(self, smem: Int32, out: RowOutput, tid: Int32):
+    def arrived_last(self, smem: Int32, work: Workspace, share: Share, tid: Int32):
         """Count this block in; true in the block that completes the row. The counter ends at zero."""
         cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_threads()
         flag = smem + self.at["arrival"]
         if tid == 0:
-            counter = out.counters + Int64(out.unit) * 4
+            counter = work.counters + Int64(work.unit) * 4
             before = ops.atomic_add_i32(counter, Int32(1))
             ops.store_shared_i32(flag, before)
-            if before == out.num_splits - 1:
+            if before == share.num_splits - 1:
                 ops.store_global_i32(counter, Int32(0))
         cute.arch.sync_threads()
         cute.arch.fence_acq_rel_gpu()
-        return ops.load_shared_i32(flag) == out.num_splits - 1
+        return ops.load_shared_i32(flag) == share.num_splits - 1
 
     @cute.jit
-    def merge(self, out: RowOutput, tid: Int32):
+    def merge(self, out: RowOutput, work: Workspace, share: Share, tid: Int32):
         """Sum the splits' partials in split order and store, four columns a thread."""
         quads = self.head_dim // 4
-        slot = Int64(out.unit) * self.max_splits
-        for i in cutlass.range(tid, out.group * quads, self.threads, unroll=1):
+        slot = Int64(work.unit) * self.max_splits
+        for i in cutlass.range(tid, share.group * quads, self.threads, unroll=1):
             row = i // quads
             col = (i % quads) * 4
-            part = out.partial_o + ((slot * ROWS + row) * self.head_dim + col) * 4
-            stats = out.partial_stats + (slot * (2 * ROWS) + row) * 4
+            part = work.partial_o + ((slot * ROWS + row) * self.head_dim + col) * 4
+            stats = work.partial_stats + (slot * (2 * ROWS) + row) * 4
             top = Float32(EMPTY_MAX)
-            for s in cutlass.range(out.num_splits, unroll=4):
+            for s in cutlass.range(share.num_splits, unroll=4):
                 top = cute.arch.fmax(top, ops.load_global_f32(stats + Int64(s) * (2 * ROWS * 4)))
             total = Float32(0.0)
             o0, o1, o2, o3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
-            for s in cutlass.range(out.num_splits, unroll=4):
+            for s in cutlass.range(share.num_splits, unroll=4):
                 at = stats + Int64(s) * (2 * ROWS * 4)
                 length = ops.load_global_f32(at + ROWS * 4)
                 if length > 0.0:

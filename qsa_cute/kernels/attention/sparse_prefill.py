@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowGather, RowOutput, TokenSource
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowGather, RowOutput, Share, TokenSource
 from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -64,9 +64,6 @@ class DenseTokens(TokenSource):
     k_row: Int64
     v_row: Int64
     length: Int32
-
-    def warm(self, tid: Int32):
-        """Nothing to prefetch: an entry is its own slot."""
 
     @cute.jit
     def look_up(self, token: Int32):
@@ -128,14 +125,6 @@ class SparsePrefill(RowGather):
         if query_starts.toint() != 0:
             start = ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
         head = Int64(kv_head * group_size)
-        lse = lse_ptr.toint()
-        if lse != 0:
-            lse = lse + Int64(block // num_kv_heads) * (num_kv_heads * group_size * 4) + head * 4
-        none = Int64(0)
-        out = RowOutput(
-            o_ptr.toint() + (Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head) * 2,
-            o_stride_head * 2, lse, group_size, block, Int32(0), Int32(1), none, none, none,
-        )
         source = DenseTokens(
             k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
             v_ptr.toint() + (Int64(batch) * v_stride_batch + Int64(kv_head) * v_stride_head) * 2,
@@ -154,5 +143,12 @@ class SparsePrefill(RowGather):
                 Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head
             ) * 2
             self.load_q(smem, q, q_stride_head * 2, group_size, tid)
-            self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, out, tO, tMax, tSum, tid)
-        self.store_row(out, tO, tMax, tSum, tid)
+            self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, Share(Int32(0), Int32(1), group_size), tO, tMax, tSum, tid)
+        lse = lse_ptr.toint()
+        if lse != 0:
+            lse = lse + Int64(block // num_kv_heads) * (num_kv_heads * group_size * 4) + head * 4
+        out = RowOutput(
+            o_ptr.toint() + (Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head) * 2,
+            o_stride_head * 2, lse,
+        )
+        self.store_row(out, group_size, tO, tMax, tSum, tid)

@@ -21,10 +21,6 @@ def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
     )
 
 
-def prefetch_l2(addr: Int64) -> None:
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
-
-
 def ldmatrix_x4(addr: Int32) -> tuple:
     """Four 8x8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i // 8."""
     return cute.arch.inline_ptx(

@@ -1,0 +1,111 @@
+"""The SM90 instructions of the union kernels that CuTe DSL has no short form for, on plain addresses.
+
+As in `common.ops`: global addresses are Int64, shared addresses Int32, one instruction a function.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ELEMENTS = {"fp16": 6, "bf16": 10}  # PTX's codes of .elemtype
+SWIZZLE_128B = 3  # PTX's code of .swizzle_mode
+
+
+def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
+    """16 bytes global -> shared; with size 0 zeros are written and nothing is read."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[dst, src, size])
+
+
+def tma_load_3d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, barrier: Int32) -> None:
+    """A box of a tensor map to shared memory; its bytes complete on `barrier`. Elements out of bounds become 0."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}];",
+        read_only_args=[dst, tensor_map, c0, c1, c2, barrier],
+    )
+
+
+def acquire_tensor_map(tensor_map: Int64) -> None:
+    """Make a tensor map that a kernel wrote visible to this thread's TMA copies."""
+    cute.arch.inline_ptx("fence.proxy.tensormap::generic.acquire.gpu [{$r0}], 128;", read_only_args=[tensor_map])
+
+
+def replace_map_field(tensor_map: Int32, field: str, value) -> None:
+    """Set a field of the tensor map at a shared address: `.field, ordinal` or `.field` of tensormap.replace."""
+    width = "b64" if field.startswith(("global_address", "global_stride")) else "b32"
+    name, _, ordinal = field.partition(" ")
+    operand = f"{ordinal}, " if ordinal else ""
+    cute.arch.inline_ptx(
+        f"tensormap.replace.tile.{name}.shared::cta.b1024.{width} [{{$r0}}], {operand}{{$r1}};",
+        read_only_args=[tensor_map, value],
+    )
+
+
+def set_map_code(tensor_map: Int32, field: str, code: int) -> None:
+    """Set one of the fields that tensormap.replace takes as an immediate code."""
+    cute.arch.inline_ptx(
+        f"tensormap.replace.tile.{field}.shared::cta.b1024.b32 [{{$r0}}], {code};", read_only_args=[tensor_map]
+    )
+
+
+def publish_tensor_map(dst: Int64, src: Int32) -> None:
+    """Copy a tensor map shared -> global and release it to the tensor-map proxy; by a whole warp."""
+    cute.arch.inline_ptx(
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+        "[{$r0}], [{$r1}], 128;",
+        read_only_args=[dst, src],
+    )
+
+
+def load_i32(addr: Int64) -> Int32:
+    """A word that nothing writes while this kernel runs."""
+    return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def load_i32x2(addr: Int64) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[addr]
+    )
+
+
+def load_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
+    """The word at `addr`, or `other` without a read when `wanted` is 0; branch-free, so that loads overlap."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, {$r2}; @p ld.global.nc.b32 {$w0}, [{$r1}]; }",
+        write_only_types=[Int32],
+        read_only_args=[wanted, addr, other],
+    )
+
+
+def store_i32x4(addr: Int64, v: tuple) -> None:
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
+
+
+def clear_shared_16(addr: Int32) -> None:
+    cute.arch.inline_ptx(
+        "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [{$r0}], {z, z, z, z}; }", read_only_args=[addr]
+    )
+
+
+def or_shared(addr: Int32, bits: Int32) -> None:
+    cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[addr, bits])
+
+
+def fetch_or_shared(addr: Int32, bits: Int32) -> Int32:
+    """Or into shared memory; the word before."""
+    return cute.arch.inline_ptx(
+        "atom.shared.or.b32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[addr, bits]
+    )
+
+
+def fetch_add_shared(addr: Int32, value: Int32) -> Int32:
+    return cute.arch.inline_ptx(
+        "atom.shared.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[addr, value]
+    )
+
+
+def count_trailing_zeros(word: Int32) -> Int32:
+    """Place of the lowest set bit; 32 for 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", write_only_types=[Int32], read_only_args=[word]
+    )
