@@ -29,6 +29,8 @@ class TensorView:
 
     @property
     def is_contiguous(self) -> bool:
+        if 0 in self.shape:
+            return True
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride != expected:

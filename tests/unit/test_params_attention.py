@@ -217,6 +217,10 @@ class TestFromTensors:
         given = prefill_tensors(q=q, indices=ints(1, 5, 7), context_lengths=ints(1), **changes)
         assert SparsePrefillParams.from_tensors(**given).q_stride_batch == 0
 
+    def test_no_rows(self) -> None:
+        given = prefill_tensors(q=FakeTensor(2, 0, 12, 256), o=FakeTensor(2, 0, 12, 256), indices=ints(2, 0, 7))
+        assert SparsePrefillParams.from_tensors(**given, lse=floats(2, 0, 12)).num_blocks == 0
+
     def test_the_array_interface(self) -> None:
         class Array:
             def __init__(self, shape, typestr, pointer):
