@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 from qsa_cute.kernels.indexer.tails import RAW_KEY, load_raw_keys, tails_of
@@ -59,6 +59,8 @@ WARPS = 4
 
 
 class Compress:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str):
         self.dtype = dtype
         self.threads = 32 * WARPS
@@ -91,6 +93,7 @@ class Compress:
         kbar_stride_batch: Int64, kbar_stride_block: Int64, page_table_stride: Int64, page_stride: Int64,
         token_stride: Int64, tail_offset: Int64, rms_eps: Float32,
     ):
+        early.begin()
         group, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         unit = group * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())

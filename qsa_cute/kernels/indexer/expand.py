@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS, INDEX_WIDTH, TOP_BLOCKS
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr
 
 PARAMS = (
@@ -30,6 +30,8 @@ PARAMS = (
 
 
 class Expand:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str):
         self.threads = 256
         self.smem_bytes = 0
@@ -51,6 +53,7 @@ class Expand:
         query_starts: cute.Pointer, seq_len: Int32, row_start: Int32, out_stride_row: Int64,
         sorted_stride_row: Int64,
     ):
+        early.begin()
         local, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         row = row_start + local

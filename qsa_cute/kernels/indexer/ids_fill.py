@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr
 
 PARAMS = (ptr("ids_ptr", "i32"), i32("num_blocks"), i64("ids_stride_row"))
@@ -17,6 +17,8 @@ COLUMNS = 1024
 
 
 class IdsFill:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str):
         self.threads = 256
         self.smem_bytes = 0
@@ -29,6 +31,7 @@ class IdsFill:
 
     @cute.kernel
     def kernel(self, ids_ptr: cute.Pointer, num_blocks: Int32, ids_stride_row: Int64):
+        early.begin()
         group, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         groups = (num_blocks + COLUMNS - 1) // COLUMNS

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import INDEX_HEADS
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -34,6 +34,8 @@ PARAMS = (
 
 
 class Prepare:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str):
         self.dtype = dtype
         self.threads = 32 * INDEX_HEADS
@@ -58,6 +60,7 @@ class Prepare:
         max_positions: Int32, index_stride_batch: Int64, index_stride_row: Int64, q_normed_stride_row: Int64,
         rms_eps: Float32,
     ):
+        early.begin()
         row, _, _ = cute.arch.block_idx()
         head = cute.arch.warp_idx()
         lane = cute.arch.lane_idx()

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import i32, i64, ptr
 from qsa_cute.kernels.indexer.tails import RAW_KEY, tails_of
@@ -36,6 +36,8 @@ PARAMS = (
 
 
 class TailWrite:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str):
         self.threads = 32 * (BLOCK_TOKENS - 1)
         self.smem_bytes = 0
@@ -60,6 +62,7 @@ class TailWrite:
         max_pages_per_seq: Int32, index_stride_batch: Int64, index_stride_row: Int64, page_table_stride: Int64,
         page_stride: Int64, token_stride: Int64, tail_offset: Int64,
     ):
+        early.begin()
         sequence, _, _ = cute.arch.block_idx()
         lane_bytes = cute.arch.lane_idx() * rn.LANE_BYTES
         length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
