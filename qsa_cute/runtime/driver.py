@@ -165,10 +165,19 @@ class Driver:
         attribute = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._call("cuKernelSetAttribute", attribute, size, kernel, device)
 
+    def prefer_smem(self, kernel: Handle, device: int) -> None:
+        """Give the kernel's blocks all of the SM's shared memory: how many fit is part of its tuning."""
+        attribute = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self._call("cuKernelSetAttribute", attribute, 100, kernel, device)
+
     def allow_large_clusters(self, kernel: Handle, device: int) -> None:
         """Let launches ask for clusters of more than 8 blocks."""
         attribute = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         self._call("cuKernelSetAttribute", attribute, 1, kernel, device)
+
+    def zero(self, address: int, words: int, stream: int) -> None:
+        """Set 32-bit words to zero, in stream order."""
+        self._call("cuMemsetD32Async", address, 0, words, stream)
 
     def launch_config(self, address: int) -> Any:
         """A CUlaunchConfig that lies at `address`."""

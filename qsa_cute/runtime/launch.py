@@ -167,6 +167,14 @@ class Kernel:
         if status:
             raise self._refused(status, grid, cluster)
 
+    def zero(self, address: int, words: int, stream: int) -> None:
+        """Set `words` 32-bit words at `address` to zero on `stream` of the kernel's context; may be captured.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        self._driver.zero(address, words, stream)
+
     def _refused(
         self, error: Any, grid: int | tuple[int, int, int], cluster: int | tuple[int, int, int]
     ) -> DriverError:
@@ -190,3 +198,7 @@ class ForeignKernel(Kernel):
     ) -> None:
         with self._driver.pushed(self._context):
             super().launch(params, grid, stream, cluster)
+
+    def zero(self, address: int, words: int, stream: int) -> None:
+        with self._driver.pushed(self._context):
+            super().zero(address, words, stream)

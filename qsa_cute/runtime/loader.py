@@ -259,6 +259,7 @@ class Loader:
             raise ArtifactError(f"{record.name} launches {record.threads} threads, its registers allow {threads}")
         if record.smem_bytes > _DEFAULT_SMEM:
             driver.allow_smem(library.kernel, device, record.smem_bytes)
+            driver.prefer_smem(library.kernel, device)
         if driver.capability(device) >= (9, 0):
             driver.allow_large_clusters(library.kernel, device)
         library.prepared.add(device)

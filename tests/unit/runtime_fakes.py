@@ -170,6 +170,12 @@ class FakeDriver:
     def allow_smem(self, kernel: str, device: int, size: int) -> None:
         self._record("allow_smem", device, size)
 
+    def prefer_smem(self, kernel: str, device: int) -> None:
+        self._record("prefer_smem", device)
+
+    def zero(self, address: int, words: int, stream: int) -> None:
+        self._record("zero", address, words, stream)
+
     def allow_large_clusters(self, kernel: str, device: int) -> None:
         self._record("allow_large_clusters", device)
 

@@ -105,15 +105,25 @@ class TestLaunch:
         (launch,) = driver.launches
         assert launch.function == (kernel.record.symbol, 1)
         assert (launch.grid, launch.block, launch.smem) == ((132, 1, 1), (128, 1, 1), 100_000)
-        assert (launch.stream, launch.cluster) == (0xABC, 1)
+        assert (launch.stream, launch.cluster, launch.early) == (0xABC, (1, 1, 1), False)
 
     def test_nothing_of_one_launch_stays_for_the_next(self, kernel, driver):
         kernel.launch(params(), (8, 4, 2), 1, cluster=8)
         kernel.launch(params(top_k=-1), 70_000, 2)
         first, second = driver.launches
-        assert (first.grid, first.cluster, first.stream) == ((8, 4, 2), 8, 1)
-        assert (second.grid, second.cluster, second.stream) == ((70_000, 1, 1), 1, 2)
+        assert (first.grid, first.cluster, first.stream) == ((8, 4, 2), (8, 1, 1), 1)
+        assert (second.grid, second.cluster, second.stream) == ((70_000, 1, 1), (1, 1, 1), 2)
         assert second.values["top_k"] == -1
+
+    @pytest.mark.parametrize("cluster", [1, 4, (1, 3, 1)])
+    def test_a_kernel_that_waits_for_its_predecessors_is_launched_early(self, tmp_path, driver, cluster):
+        name = write_set(tmp_path, variants={"early": {"early_launch": True}})
+        kernel = Loader(tmp_path, driver).kernel(("sparse_decode", 256, "bf16"))
+        assert kernel.record.name == name
+        kernel.launch(params(), (4, 12, 2), 0, cluster=cluster)
+        (launch,) = driver.launches
+        expected = cluster if isinstance(cluster, tuple) else (cluster, 1, 1)
+        assert (launch.early, launch.cluster, launch.attributes) == (True, expected, {})
 
     def test_one_buffer_serves_every_launch_of_a_thread(self, kernel):
         for _ in range(5):
