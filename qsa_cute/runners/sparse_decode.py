@@ -438,6 +438,11 @@ class SparseDecodeRunner:
         kernel.launch(params, params.grid, stream)
 
 
+def algorithm_for(device: int = -1) -> str:
+    """The algorithm that `run` picks on a device (-1: the current context's)."""
+    return _suits(default_loader(), device)
+
+
 def _suits(loader: Loader, device: int) -> str:
     """The faster algorithm that runs on a device (-1: the current context's), remembered per context."""
     context = loader.driver.current_context()
