@@ -425,7 +425,7 @@ class SparseDecodeRunner:
         stream = params.stream
         if algorithm == CLUSTER:
             wanted = dispatch.wanted("sparse_decode_cluster", params.head_dim, dtype)
-            kernel: Any = loader.peek(wanted, params.device, stream)
+            kernel = loader.peek(wanted, params.device, stream)
             kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
             return
         if params.algorithm is None:
