@@ -197,9 +197,7 @@ def compress_keys(
     return keys
 
 
-def write_raw_tails(
-    index_qk: Tensor, context_lengths: Tensor, pool: Pool, query_starts: Tensor | None = None
-) -> None:
+def write_raw_tails(index_qk: Tensor, context_lengths: Tensor, pool: Pool, query_starts: Tensor | None = None) -> None:
     """Store the raw keys of the open block's tokens, as far as they are among the rows, in their K-tails."""
     batch, rows = index_qk.shape[:2]
     starts = torch.zeros_like(context_lengths) if query_starts is None else query_starts

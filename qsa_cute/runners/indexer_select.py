@@ -1,0 +1,298 @@
+"""The indexer's scores and selection, launch by launch; conventions as in `indexer_launch.py`.
+
+Logits are FP32 [rows, num_blocks] with rows `logits_stride_row` apart; that of a (row, block) pair has the same bits
+in prefill and decode, whatever the chunk and the algorithm. Selection orders by value, descending, ties to the lower
+block id, NaN lowest, -0 equal to +0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from qsa_cute import geometry
+from qsa_cute.errors import ArgumentError
+from qsa_cute.runners import checks, dispatch
+from qsa_cute.runners.indexer_launch import (
+    QUERY_COLUMNS,
+    Launch,
+    PoolLaunch,
+    addresses,
+    batch_of,
+    place,
+    pool_of,
+    settle,
+    wanted,
+)
+from qsa_cute.runners.indexer_state import QsaIndexerPoolState
+from qsa_cute.runtime import Loader, default_loader
+
+MAX_QUERY_LEN = 8  # new tokens a sequence that one decode step takes
+MAX_GRID_YZ = 65535
+SM90 = (9, 0)  # the compute capability that sm_90a kernels run on
+
+# Grids, measured on an H200 (docs/lab-indexer.md).
+PREFILL_SPLITS = 4  # column splits of a row tile
+PREFILL_TARGET = 128  # thread blocks that a launch should at least have
+DECODE_SHARES = (128, 16)  # of a sequence's columns: with one sequence, and at least with many
+DECODE_STEP = 4 * geometry.PAGE_TOKENS // geometry.BLOCK_TOKENS  # blocks that a thread block scores at once
+# Selection shares a row among the blocks of a cluster where rows are few and long: (rows up to, blocks from, cluster).
+CLUSTERS = ((16, 8192, 8), (64, 16384, 4), (64, 4096, 2))
+
+_capabilities: dict[tuple[int, int], tuple[int, int]] = {}
+
+
+def capability(loader: Loader, device: int) -> tuple[int, int]:
+    """Of a device (-1: the current context's), remembered per context."""
+    context = loader.driver.current_context()
+    found = _capabilities.get((context, device))
+    if found is None:
+        found = loader.driver.capability(dispatch.ordinal(loader, device))
+        _capabilities[context, device] = found
+    return found
+
+
+def _logits_stride(launch: Any, blocks: int) -> int:
+    return checks.stride("logits_stride_row", launch.logits_stride_row, blocks, step=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores(Launch):
+    """K2: logits [num_rows, num_blocks] of rows [row_start, row_start + num_rows) of q_normed [batch * seq_len, 4, 128]
+    against kbar [batch, num_blocks, 128]; all three 16-byte aligned.
+
+    Attributes:
+        fill: store -FLT_MAX for what a row does not see and for padded rows; without it that stays as it is.
+        algorithm: "wgmma" (SM90) or "mma" (every SM), of equal bits; None picks what suits the device.
+    """
+
+    KERNEL: ClassVar[str] = "scores_prefill"
+    TILES: ClassVar[dict[str, tuple[str, int]]] = {
+        "mma": ("scores_prefill", 32),
+        "wgmma": ("scores_prefill_wgmma", 128),
+    }
+
+    logits_ptr: int
+    q_normed_ptr: int
+    kbar_ptr: int
+    context_lengths: int
+    batch_size: int
+    seq_len: int
+    num_blocks: int
+    row_start: int = 0
+    num_rows: int | None = None
+    query_starts: int = 0
+    fill: bool = True
+    algorithm: str | None = None
+    q_stride_row: int | None = None
+    kbar_stride_batch: int | None = None
+    kbar_stride_block: int | None = None
+    logits_stride_row: int | None = None
+    _grids: dict[str, tuple[int, int, int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        settle(self, place(self) | batch_of(self))
+        total = self.batch_size * self.seq_len
+        start = checks.integer("row_start", self.row_start, 0, total)
+        rows = checks.integer("num_rows", total - start if self.num_rows is None else self.num_rows, 0, total - start)
+        blocks = checks.integer("num_blocks", self.num_blocks, 0)
+        if self.algorithm is not None and self.algorithm not in self.TILES:
+            raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes 'wgmma', 'mma' or None")
+        launches = rows > 0 and blocks > 0
+        checked = addresses(self, launches, logits_ptr=16, q_normed_ptr=16, kbar_ptr=16, context_lengths=4)
+        block = checks.stride("kbar_stride_block", self.kbar_stride_block, geometry.INDEX_HEAD_DIM)
+        grids = {
+            name: score_grid(rows_a_tile, self.seq_len, start, rows, blocks) if launches else (0, 0, 0)
+            for name, (_, rows_a_tile) in self.TILES.items()
+        }
+        checked |= addresses(self, False, query_starts=4) | {
+            "row_start": start,
+            "num_rows": rows,
+            "num_blocks": blocks,
+            "fill": int(bool(self.fill)),
+            "q_stride_row": checks.stride("q_stride_row", self.q_stride_row, QUERY_COLUMNS),
+            "kbar_stride_block": block,
+            "kbar_stride_batch": checks.stride("kbar_stride_batch", self.kbar_stride_batch, blocks * block),
+            "logits_stride_row": _logits_stride(self, blocks),
+            "grid": rows if launches else 0,
+        }
+        settle(self, checked)
+        object.__setattr__(self, "_grids", grids)
+        out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)
+        q = checks.extent("q_normed", self.q_normed_ptr, ((total, self.q_stride_row or 0),), QUERY_COLUMNS, 2)
+        keys = ((self.batch_size, self.kbar_stride_batch or 0), (blocks, block))
+        checks.disjoint([out], [q, checks.extent("kbar", self.kbar_ptr, keys, geometry.INDEX_HEAD_DIM, 2)])
+
+    def run(self, dtype: object) -> None:
+        if not self.grid:
+            return
+        loader = default_loader()
+        algorithm = self.algorithm or ("wgmma" if capability(loader, self.device) == SM90 else "mma")
+        kernel: Any = loader.peek(wanted(self.TILES[algorithm][0], dtype), self.device, self.stream)
+        kernel.launch(self, self._grids[algorithm], self.stream)
+
+
+def score_grid(rows_a_tile: int, seq_len: int, start: int, rows: int, blocks: int) -> tuple[int, int, int]:
+    """(row tiles, column splits) of a chunk of rows; tiles begin at multiples of their size within a sequence."""
+    tiles_a_sequence = -(-seq_len // rows_a_tile)
+
+    def tile(row: int) -> int:
+        return row // seq_len * tiles_a_sequence + row % seq_len // rows_a_tile
+
+    tiles = tile(start + rows - 1) - tile(start) + 1
+    splits = max(PREFILL_SPLITS, -(-PREFILL_TARGET // tiles))
+    return tiles, max(1, min(splits, -(-blocks // 64), MAX_GRID_YZ)), 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresDecode(PoolLaunch):
+    """B2: logits [batch_size * query_len, max_blocks] of q_normed [batch_size * query_len, 4, 128], block keys from the
+    pool's V-tails. Row j of sequence b has position context_lengths[b] - query_len + j; only the prefix of each row
+    that it sees, at most max_blocks, is stored."""
+
+    KERNEL: ClassVar[str] = "scores_decode"
+
+    logits_ptr: int
+    q_normed_ptr: int
+    context_lengths: int
+    pool_state: QsaIndexerPoolState
+    batch_size: int
+    max_blocks: int
+    query_len: int = 1
+    logits_stride_row: int | None = None
+    _baked: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.pool_state is None:
+            raise ArgumentError("pool_state is None; decode reads its keys from a pool")
+        settle(self, place(self) | batch_of(self, "query_len") | pool_of(self.pool_state))
+        checks.integer("batch_size", self.batch_size, 0, MAX_GRID_YZ)
+        query_len = checks.integer("query_len", self.query_len, 1, MAX_QUERY_LEN)
+        blocks = checks.integer("max_blocks", self.max_blocks, 0)
+        launches = self.batch_size > 0 and blocks > 0
+        checked: dict[str, Any] = dict(addresses(self, launches, logits_ptr=16, q_normed_ptr=16, context_lengths=4))
+        alone, least = DECODE_SHARES
+        shares = min(max(least, alone // max(1, self.batch_size)), -(-blocks // DECODE_STEP))
+        checked |= {
+            "query_len": query_len,
+            "max_blocks": blocks,
+            "logits_stride_row": _logits_stride(self, blocks),
+            "grid": (shares, self.batch_size, 1) if launches else 0,
+        }
+        settle(self, checked)
+        object.__setattr__(self, "_baked", (("rows", decode_rows(query_len)),))
+        rows = self.batch_size * query_len
+        out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)
+        checks.disjoint([out], [checks.extent("q_normed", self.q_normed_ptr, (), rows * QUERY_COLUMNS, 2)])
+
+    def run(self, dtype: object) -> None:
+        if self.grid:
+            kernel: Any = default_loader().peek(wanted(self.KERNEL, dtype, self._baked), self.device, self.stream)
+            kernel.launch(self, self.grid, self.stream)
+
+
+def decode_rows(query_len: int) -> int:
+    """The registers of query rows that the decode scores are built with."""
+    return 4 if query_len <= 4 else MAX_QUERY_LEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select(Launch):
+    """Selection of each row's 512 best blocks from logits [num_rows, num_blocks]; B3 with from_end and expand.
+
+    Row r = row_start + i is token t = r % seq_len of sequence b at position p: query_starts[b] + t, or with from_end
+    context_lengths[b] - seq_len + t. It sees min((p + 1) // 4, num_blocks) blocks; with at most 512 it takes them all
+    and its logits are not read. Padded rows are all -1.
+
+    Attributes:
+        out_ptr: row i of the output, int32: 512 block ids, or with expand the 2051 tokens: four a block, the open
+            block's after them. The rest is -1. Ids ascend, or with ranked go from the best down.
+        split_counters: int32 [num_rows, num_kv_heads], zeroed; 0 for none.
+        cluster: thread blocks that share a row, 1, 2, 4 or 8; more than 1 on SM90 only. None picks.
+    """
+
+    KERNEL: ClassVar[str] = "select"
+
+    logits_ptr: int
+    out_ptr: int
+    context_lengths: int
+    batch_size: int
+    seq_len: int
+    num_blocks: int
+    row_start: int = 0
+    num_rows: int | None = None
+    query_starts: int = 0
+    from_end: bool = False
+    ranked: bool = False
+    expand: bool = True
+    split_counters: int = 0
+    num_kv_heads: int = geometry.NUM_KV_HEADS
+    logits_stride_row: int | None = None
+    out_stride_row: int | None = None
+    cluster: int | None = None
+
+    def __post_init__(self) -> None:
+        settle(self, place(self) | batch_of(self))
+        total = self.batch_size * self.seq_len
+        start = checks.integer("row_start", self.row_start, 0, total)
+        rows = checks.integer("num_rows", total - start if self.num_rows is None else self.num_rows, 0, total - start)
+        blocks = checks.integer("num_blocks", self.num_blocks, 0)
+        if self.cluster is not None and self.cluster not in (1, 2, 4, 8):
+            raise ArgumentError(f"cluster is {checks.show(self.cluster)}; it takes 1, 2, 4, 8 or None")
+        width = geometry.INDEX_WIDTH if self.expand else geometry.TOP_BLOCKS
+        checked = addresses(self, rows > 0, out_ptr=4, context_lengths=4)
+        checked |= addresses(self, rows > 0 and blocks > geometry.TOP_BLOCKS, logits_ptr=4)
+        checked |= addresses(self, False, query_starts=4, split_counters=4) | {
+            "row_start": start,
+            "num_rows": rows,
+            "num_blocks": blocks,
+            "num_kv_heads": checks.integer("num_kv_heads", self.num_kv_heads, 1),
+            "from_end": int(bool(self.from_end)),
+            "ranked": int(bool(self.ranked)),
+            "expand": int(bool(self.expand)),
+            "logits_stride_row": _logits_stride(self, blocks),
+            "out_stride_row": checks.stride("out_stride_row", self.out_stride_row, width, step=1),
+            "grid": rows,
+        }
+        settle(self, checked)
+        out = checks.extent("out", self.out_ptr, ((rows, self.out_stride_row or 0),), width, 4)
+        counters = checks.extent("split_counters", self.split_counters, (), rows * self.num_kv_heads, 4)
+        logits = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)
+        checks.disjoint([out, counters], [logits])
+
+    def run(self, dtype: object = "bf16") -> None:
+        """Launch; which dtype's artifact is used makes no difference."""
+        if not self.grid:
+            return
+        loader, rows = default_loader(), self.num_rows or 0
+        ranks = self.cluster
+        if ranks is None:
+            ranks = select_cluster(rows, self.num_blocks) if capability(loader, self.device) == SM90 else 1
+        if ranks > 1 and rows <= checks.INT32_MAX // ranks:
+            kernel: Any = loader.peek(wanted("select_cluster", dtype), self.device, self.stream)
+            kernel.launch(self, (rows, ranks, 1), self.stream, (1, ranks, 1))
+            return
+        kernel = loader.peek(wanted(self.KERNEL, dtype), self.device, self.stream)
+        kernel.launch(self, rows, self.stream)
+
+
+def select_cluster(rows: int, blocks: int) -> int:
+    """Thread blocks that share a row's selection."""
+    for most_rows, least_blocks, ranks in CLUSTERS:
+        if rows <= most_rows and blocks >= least_blocks:
+            return ranks
+    return 1
+
+
+def prefill_kernels(sm90: bool) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+    """(kernel, baked) of what the launches of a prefill may run."""
+    scores = "wgmma" if sm90 else "mma"
+    names = ["index_prepare", "index_compress", "index_tail_write", Scores.TILES[scores][0], "select"]
+    return [(name, ()) for name in names + ["select_cluster"] * sm90]
+
+
+def decode_kernels(sm90: bool) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+    """(kernel, baked) of what the launches of a decode step may run."""
+    found: list[tuple[str, tuple[tuple[str, int], ...]]] = [("index_pre_decode", ()), ("select", ())]
+    found += [("scores_decode", (("rows", rows),)) for rows in (4, MAX_QUERY_LEN)]
+    return found + [("select_cluster", ())] * sm90
