@@ -28,7 +28,7 @@ def pytest_configure(config):
     if path is None:
         return
     option = config.option
-    if option.keyword or option.markexpr or getattr(option, "lf", False) or any("::" in arg for arg in config.args):
+    if option.keyword or option.markexpr or getattr(option, "lf", False) or any(".py" in arg for arg in config.args):
         raise pytest.UsageError("--evidence records a run of all GPU tests; run it without a selection")
     config.pluginmanager.register(Evidence(path), "qsa-evidence")
 

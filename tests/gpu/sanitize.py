@@ -5,8 +5,11 @@ initcheck: what the kernels may not read stays uninitialised where it can, inste
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each tensor's own bounds
 
 import torch
 

@@ -261,7 +261,7 @@ def test_the_host_cost_of_a_run(runner) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     if runner == "prefill":
         params = case.params(out)
-        wanted, grid, call = ("sparse_prefill", 256, "bf16"), params.num_blocks, SparsePrefillRunner.run
+        wanted, grid, call = ("sparse_prefill", 256, "bf16"), (params.num_blocks, 1, 1), SparsePrefillRunner.run
     else:
         params = case.params(out, workspace, algorithm=RUNNERS[runner], num_splits=1)
         name = "sparse_decode_cluster" if runner == "cluster" else "sparse_decode"
