@@ -221,9 +221,12 @@ def pre_decode(
     eps: float = RMS_EPS,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Queries of each sequence's new tokens [batch, query_len, 640]; stores the keys they complete or leave open."""
+    """Queries of each sequence's new tokens [batch, query_len, 640]; stores the keys of the blocks that they complete,
+    and every raw key but a block's last: should later tokens of the step be rejected, its block is open again.
+    """
     starts = decode_starts(context_lengths, index_qk.shape[1])
-    write_raw_tails(index_qk, context_lengths, pool, starts)
+    tokens = starts.long()[:, None] + torch.arange(index_qk.shape[1], device=starts.device)
+    pool.write(K_PLANE, tokens, index_qk[..., RAW_KEY:], tokens % BLOCK_TOKENS != BLOCK_TOKENS - 1)
     num_blocks = int(context_lengths.clamp(min=0).max()) // BLOCK_TOKENS if len(context_lengths) else 0
     compress_keys(index_qk, cos_sin, context_lengths, w_k, num_blocks, eps, starts, pool, read_pool=True, dtype=dtype)
     return prepare_queries(index_qk, cos_sin, context_lengths, w_q, eps, starts, dtype)
@@ -283,7 +286,7 @@ def select(logits: Tensor, visible: Tensor, top: int = TOP_BLOCKS) -> Tensor:
     blocks = torch.arange(logits.shape[-1], device=logits.device)
     seen = blocks < visible[..., None]
     keys = torch.where(seen, orderable(torch.where(seen, logits, 0)), -(2**41))
-    ids = torch.sort(keys, -1, descending=True, stable=True).indices[..., :top]
+    ids = torch.sort(keys, dim=-1, descending=True, stable=True).indices[..., :top]
     if ids.shape[-1] < top:
         ids = torch.nn.functional.pad(ids, (0, top - ids.shape[-1]), value=-1)
     return torch.where(torch.arange(top, device=ids.device) < visible[..., None], ids, -1)

@@ -10,12 +10,11 @@ output. All others are zeros in the dense output and leave the pool alone; nothi
 
 Grid: (ceil(batch * block_count / 4)); a warp a block, blocks block_begin .. block_begin + block_count a sequence.
 
-Baked: type. kbar_ptr 0: no dense output. max_pages_per_seq 0: no pool. The caller guarantees: 8-byte aligned rows with unit
-inner stride; tails of completed blocks, and of the open block at `start`, as earlier calls left them.
+Baked: type. kbar_ptr 0: no dense output. max_pages_per_seq 0: no pool. The caller guarantees: 8-byte aligned rows with
+unit inner stride; tails of completed blocks, and of the open block at `start`, as earlier calls left them.
 """
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -106,7 +105,9 @@ class Compress:
             starts = query_starts.toint()
             start = ops.load_global_i32_if(Int32(starts != 0), starts + Int64(sequence) * 4, past_len)
             lane_bytes = lane * rn.LANE_BYTES
-            pool = (pool_ptr, num_flat_pages, max_pages_per_seq, page_table_stride, page_stride, token_stride, tail_offset)
+            pool = (
+                pool_ptr, num_flat_pages, max_pages_per_seq, page_table_stride, page_stride, token_stride, tail_offset,
+            )
             k_tails = tails_of(sequence, lane_bytes, k_page_table, *pool)
             v_tails = tails_of(sequence, lane_bytes, v_page_table, *pool)
 

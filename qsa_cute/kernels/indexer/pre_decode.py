@@ -2,9 +2,10 @@
 
 New token j of sequence b has position p = context_lengths[b] - query_len + j. Its queries are prepared as in
 `prepare.py`. Its key: where p completes a block (p % 4 == 3), the block's key is computed as in `compress.py` and
-stored in the V-tail of its first token; where p's block stays open, the raw key is stored in p's K-tail, bit by bit.
-Raw keys of a completed block come from index_qk for this step's tokens and from their K-tails for earlier ones, so
-no block of threads waits for another, and what rejected tokens left behind is never read.
+stored in the V-tail of its first token; else the raw key is stored in p's K-tail, bit by bit, even where a later
+token of the step completes the block: should that one be rejected, the block is open again. Raw keys of a completed
+block come from index_qk for this step's tokens and from their K-tails for earlier ones, so no block of threads waits
+for another, and what rejected tokens left behind is never read.
 
 Grid: (batch * query_len); five warps: a query head each, and the key. Positions before 0 or past the rope table:
 queries are zeros, nothing is read or stored.
@@ -108,15 +109,17 @@ class PreDecode:
             zero = Int32(0)
             ops.store_global_i32x2(out, q[0] if live != 0 else zero, q[1] if live != 0 else zero)
         elif live != 0:
-            pool = (pool_ptr, num_flat_pages, max_pages_per_seq, page_table_stride, page_stride, token_stride, tail_offset)
+            pool = (
+                pool_ptr, num_flat_pages, max_pages_per_seq, page_table_stride, page_stride, token_stride, tail_offset,
+            )
             k_tails = tails_of(sequence, lane_bytes, k_page_table, *pool)
             k_page = k_tails.page(position)  # a block never straddles a page
             first = position // BLOCK_TOKENS * BLOCK_TOKENS
-            if first + BLOCK_TOKENS > length:
+            if position != first + BLOCK_TOKENS - 1:
                 if k_page >= 0:
                     words = rn.load_i32x2_if(live, rows + Int64(t) * index_stride_row * 2 + RAW_KEY)
                     ops.store_global_i32x2(k_tails.address(k_page, position), words[0], words[1])
-            elif position == first + BLOCK_TOKENS - 1:
+            else:
                 v_tails = tails_of(sequence, lane_bytes, v_page_table, *pool)
                 v_page = v_tails.page(position)
                 if v_page >= 0 and (k_page >= 0 or first >= start):

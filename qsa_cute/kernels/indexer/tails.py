@@ -49,7 +49,8 @@ def tails_of(
 ) -> Tails:
     """One plane's tails of a sequence, from kernel parameters; without a pool, max_pages_per_seq is 0."""
     return Tails(
-        pool_ptr.toint() + tail_offset * 2 + Int64(lane_bytes), page_table.toint() + Int64(sequence) * page_table_stride * 4,
+        pool_ptr.toint() + tail_offset * 2 + Int64(lane_bytes),
+        page_table.toint() + Int64(sequence) * page_table_stride * 4,
         page_stride * 2, token_stride * 2, num_flat_pages, max_pages_per_seq,
     )
 
