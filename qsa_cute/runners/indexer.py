@@ -179,6 +179,7 @@ class IndexerPrefillParams:
     def _keys(self, at: dict[str, int]) -> list[Launch]:
         """The pool brought up to date, and all block keys of the context in one dense array where they are scored."""
         rows = self._common("index_qk_ptr", "index_stride_batch", "index_stride_row")
+        weights = {name: getattr(self, name) for name in ("cos_sin_ptr", "max_positions", "w_k_ptr", "rms_eps")}
         state = self.pool_state
         found: list[Launch] = []
         if state is not None or at:
@@ -186,8 +187,9 @@ class IndexerPrefillParams:
                 kbar_ptr=at.get("kbar", 0),
                 num_blocks=(self.max_context_len or 0) // geometry.BLOCK_TOKENS,
                 read_pool=bool(self.query_starts),
+                pool_state=state,
                 **rows,
-                **self._common("cos_sin_ptr", "w_k_ptr", "rms_eps", "pool_state", "max_positions"),
+                **weights,
             )
             found.append(compress)
         if state is not None:

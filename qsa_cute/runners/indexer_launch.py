@@ -114,6 +114,7 @@ class Launch:
 
     stream: int = 0
     device: int = -1
+    packed: object = field(init=False, default=None, repr=False, compare=False)  # kept by the runtime's launch
     grid: Grid = field(init=False, default=0)
 
     def run(self, dtype: object) -> None:

@@ -50,7 +50,7 @@ class SparseDecodeParams:
             hold anything at entry; counters are zero afterwards. "cluster" needs none of it.
         max_splits: split stride of the workspace, a constant of the built kernel.
         algorithm: "cluster" or "split_kv"; None picks what suits the device.
-        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes 1, 2, 4, 8 or 16.
+        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         k_pool_ptr, v_pool_ptr, k_page_table, v_page_table, group_size, grid: what follows from the rest.
@@ -93,6 +93,7 @@ class SparseDecodeParams:
     head_stride: int | None = None
     indices_stride_row: int | None = None
     device: int = -1
+    packed: object = field(init=False, default=None, repr=False, compare=False)  # kept by the launch
     group_size: int = field(init=False)
     k_pool_ptr: int = field(init=False)
     v_pool_ptr: int = field(init=False)
@@ -104,7 +105,7 @@ class SparseDecodeParams:
     def __post_init__(self) -> None:
         checked = self._sizes()
         rows = checked["batch_size"] * checked["query_len"]
-        checked |= self._splits(rows * checked["num_kv_heads"], checked["max_splits"])
+        checked |= self._splits(rows * checked["num_kv_heads"], checked["top_k"], checked["max_splits"])
         checked["grid"] = (rows, checked["num_splits"], checked["num_kv_heads"])
         checked |= self._addresses(rows > 0, checked)
         checked |= self._strides(checked)
@@ -140,7 +141,7 @@ class SparseDecodeParams:
             "device": checks.integer("device", self.device, -1),
         }
 
-    def _splits(self, units: int, max_splits: int) -> dict[str, Any]:
+    def _splits(self, units: int, top_k: int, max_splits: int) -> dict[str, Any]:
         if self.algorithm is not None and self.algorithm not in ALGORITHMS:
             taken = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes {taken} or None")
@@ -148,9 +149,9 @@ class SparseDecodeParams:
         number = checks.integer("num_splits", self.num_splits, 0, most)
         if number and self.algorithm is None:
             raise ArgumentError(f"num_splits is {number} without an algorithm; name the one it is meant for")
-        if number and self.algorithm == CLUSTER and number & (number - 1):
-            raise ArgumentError(f"num_splits is {number}; a cluster takes 1, 2, 4, 8 or {splits.MAX_CLUSTER}")
-        return {"num_splits": number or splits.choose(units, most)}
+        if not number and self.algorithm == SPLIT_KV:
+            number = splits.of_workspace(units, top_k, most)
+        return {"num_splits": number or splits.of_cluster(units, top_k)}
 
     def _addresses(self, launches: bool, sizes: dict[str, Any]) -> dict[str, int]:
         aligned, merges = checks.ALIGNMENT, self.algorithm == SPLIT_KV and sizes["num_splits"] > 1
@@ -423,12 +424,13 @@ class SparseDecodeRunner:
         loader = default_loader()
         algorithm = params.algorithm or _suits(loader, params.device)
         stream = params.stream
-        if algorithm == CLUSTER:
+        alone = params.algorithm is None and params.num_splits == 1  # nothing to merge: two blocks an SM are faster
+        if algorithm == CLUSTER and not alone:
             wanted = dispatch.wanted("sparse_decode_cluster", params.head_dim, dtype)
             kernel = loader.peek(wanted, params.device, stream)
             kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
             return
-        if params.algorithm is None:
+        if algorithm == SPLIT_KV and params.algorithm is None:
             params = params.as_split_kv()
         wanted = dispatch.wanted("sparse_decode", params.head_dim, dtype, params.max_splits)
         kernel = loader.peek(wanted, params.device, stream)

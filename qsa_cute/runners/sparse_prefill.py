@@ -72,6 +72,7 @@ class SparsePrefillParams:
     indices_stride_batch: int | None = None
     indices_stride_row: int | None = None
     device: int = -1
+    packed: object = field(init=False, default=None, repr=False, compare=False)  # kept by the launch
     group_size: int = field(init=False)
     num_blocks: int = field(init=False)
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-# Blocks that one launch should at most make: two on each of an H200's SMs. More splits than that only add merging.
-SM_COUNT = 132
-BLOCKS_PER_SM = 2
+TILE = 64  # list entries that a block takes at a time: 8 warps of 8
+SM_COUNT = 132  # of an H200
 MAX_CLUSTER = 16  # the largest cluster of SM90
 
+# Clusters of 1, 2, ... 16 blocks, one block an SM, that run at once on an H200, as cuOccupancyMaxActiveClusters
+# counts them there: a cluster lies within a GPC. One more makes a second wave, which costs more than wider sharing
+# saves (docs/performance.md, "Decode: clusters").
+CLUSTERS_AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 
-def choose(units: int, most: int) -> int:
-    """The largest power of two up to `most` with which `units` (rows x KV heads) still fit at once; at least 1."""
-    splits = 1
-    while splits * 2 <= most and units * splits * 2 <= SM_COUNT * BLOCKS_PER_SM:
-        splits *= 2
-    return splits
+
+def of_cluster(units: int, top_k: int) -> int:
+    """Blocks of a cluster for `units` (rows x KV heads) lists of `top_k` entries.
+
+    As many as one wave allows, then fewer while no block gets more tiles: 1..16.
+    """
+    fits = max((blocks for blocks, most in enumerate(CLUSTERS_AT_ONCE, 1) if units <= most), default=1)
+    return _fewest(fits, top_k)
+
+
+def of_workspace(units: int, top_k: int, most: int) -> int:
+    """Splits, up to `most`, that merge through memory: as many as one block an SM allows, then fewer as above."""
+    return _fewest(max(1, min(most, SM_COUNT // max(1, units))), top_k)
+
+
+def _fewest(most: int, top_k: int) -> int:
+    tiles = -(-top_k // TILE)
+    share = -(-tiles // most)
+    return -(-tiles // share)

@@ -232,7 +232,7 @@ class _ManifestReader:
 
     def _field(self, name: str, record: Any, key: str, kind: type) -> Any:
         value = record.get(key) if isinstance(record, dict) else None
-        if type(value) is not kind or (kind is int and value < 0):
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise self._bad(f"has {key} = {value!r} for {name}, where a {kind.__name__} belongs")
         return value
 

@@ -1,8 +1,8 @@
 """One kernel, ready in one context: packs its parameters and launches it.
 
-The whole host cost of a run is spent here, so the path of `Kernel.launch` allocates nothing it can keep:
-parameters go into a buffer at the offsets the cubin reports, and the CUlaunchConfig lies in a second buffer
-of which only the fields that change are written.
+The whole host cost of a run is spent here, so the path of `Kernel.launch` allocates nothing it can keep: the
+parameters of a frozen object are packed once and kept with it, a launch copies them into a buffer at the offsets
+the cubin reports, and the CUlaunchConfig lies in a second buffer of which only the fields that change are written.
 """
 
 from __future__ import annotations
@@ -59,6 +59,19 @@ class Packer:
             end = param.offset + param.size
         self.layout = struct.Struct("".join(code))
 
+    def image(self, params: Any) -> bytes:
+        """The parameters as the kernel takes them.
+
+        Raises:
+            ArgumentError: one is missing or does not fit its kind.
+        """
+        image = bytearray(self.size)
+        try:
+            self.layout.pack_into(image, 0, *self.values(params))
+        except (AttributeError, struct.error, TypeError, OverflowError) as error:
+            raise self.explain(params) from error
+        return bytes(image)
+
     def explain(self, params: Any) -> ArgumentError:
         """Why `params` could not be packed: the parameter at fault, its kind and its value."""
         for param in self.record.params:
@@ -80,8 +93,9 @@ class _Slot:
     """Buffers of one launch under way: parameters, the array of their addresses, and the launch configuration."""
 
     def __init__(self, driver: Driver, packer: Packer, record: VariantRecord) -> None:
-        self.params = ctypes.create_string_buffer(packer.size)
-        base = ctypes.addressof(self.params)
+        self._params = ctypes.create_string_buffer(packer.size)
+        self.params = memoryview(self._params).cast("B")
+        base = ctypes.addressof(self._params)
         self._array = (ctypes.c_void_p * len(packer.offsets))(*(base + offset for offset in packer.offsets))
         self.array = ctypes.addressof(self._array)
         self._memory = ctypes.create_string_buffer(_CONFIG.size + 2 * _ATTRIBUTE.size)
@@ -115,8 +129,6 @@ class Kernel:
         self._launch = driver.launch
         self.function = function
         self._packer = Packer(record)
-        self._values = self._packer.values
-        self._pack_into = self._packer.layout.pack_into
         self._slots: list[_Slot] = []
 
     def launch(
@@ -129,7 +141,8 @@ class Kernel:
         """Launch on `stream` of the current context. Any number of threads may launch at once.
 
         Args:
-            params: an object with an attribute for every parameter of the manifest.
+            params: an object with an attribute for every parameter of the manifest. If it has an attribute
+                `packed`, None at first, it must not change: what was packed is kept there for the next launch.
             grid: blocks along x, or (x, y, z).
             stream: CUstream as an integer; 0 is the legacy default stream.
             cluster: blocks of a cluster along x, or (x, y, z); `grid` must be a multiple.
@@ -138,15 +151,15 @@ class Kernel:
             ArgumentError: a parameter is missing or does not fit its kind; nothing was launched.
             DriverError: the driver refused the launch.
         """
+        packed = getattr(params, "packed", None)
+        if packed is None or packed[0] is not self._packer:
+            packed = self._pack(params)
         try:
             slot = self._slots.pop()
         except IndexError:
             slot = _Slot(self._driver, self._packer, self.record)
         try:
-            try:
-                self._pack_into(slot.params, 0, *self._values(params))
-            except (AttributeError, struct.error, TypeError, OverflowError) as error:
-                raise self._packer.explain(params) from error
+            slot.params[:] = packed[1]
             words = slot.words
             if isinstance(grid, tuple):
                 words[_GRID_X], words[_GRID_Y], words[_GRID_Z] = grid
@@ -166,6 +179,12 @@ class Kernel:
             self._slots.append(slot)
         if status:
             raise self._refused(status, grid, cluster)
+
+    def _pack(self, params: Any) -> tuple[Packer, bytes]:
+        packed = (self._packer, self._packer.image(params))
+        if hasattr(params, "packed"):
+            object.__setattr__(params, "packed", packed)
+        return packed
 
     def zero(self, address: int, words: int, stream: int) -> None:
         """Set `words` 32-bit words at `address` to zero on `stream` of the kernel's context; may be captured.

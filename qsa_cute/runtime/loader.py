@@ -88,6 +88,8 @@ class Loader:
         self._primaries: dict[int, Handle] = {}
         # (wanted, current context, asked device) -> what launches there; grows only, so reading needs no lock.
         self._ready: dict[tuple[Wanted, int, int], Kernel] = {}
+        # The same by the identity of `wanted`, which is kept here so that no other object gets its id.
+        self._peeked: dict[tuple[int, int, int], tuple[Kernel, Wanted]] = {}
 
     def kernel(self, wanted: Any, device: int | None = None, stream: int = 0) -> Kernel:
         """The kernel in the context where it will run, loaded if it is not yet.
@@ -127,13 +129,14 @@ class Loader:
     def peek(self, wanted: Wanted, device: int = CURRENT, stream: int = 0) -> Kernel:
         """`kernel` for the launch path: one look-up when it is loaded, else all of `kernel`.
 
-        Args as `kernel`, but `wanted` is a `Wanted` and made beforehand.
+        Args as `kernel`, but `wanted` is a `Wanted`, made once and kept: it is looked up by its identity.
         """
         error, context = self._context_id(None)
-        try:
-            return self._ready[wanted, 0 if error else context, device]
-        except KeyError:
-            return self.kernel(wanted, device, stream)
+        key = (id(wanted), 0 if error else context, device)
+        found = self._peeked.get(key)
+        if found is None:
+            found = self._peeked[key] = (self.kernel(wanted, device, stream), wanted)
+        return found[0]
 
     @property
     def driver(self) -> Driver:

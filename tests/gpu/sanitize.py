@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import DTYPES, Decode, Output, Prefill, decode, prefill
 
 LENGTHS = (0, 5, 300)
-SPLITS = {"cluster": (1, 2, 16), "split_kv": (1, 3, 8)}
+SPLITS = {"cluster": (1, 3, 16), "split_kv": (1, 3, 8)}
 
 
 def fresh(case: Prefill | Decode) -> None:

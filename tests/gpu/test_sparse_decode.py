@@ -11,7 +11,7 @@ from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import SparseDecodeRunner
 
 ALGORITHMS = ("cluster", "split_kv")
-SPLITS = [("cluster", n) for n in (1, 2, 4, 8, 16)] + [("split_kv", n) for n in range(1, 9)]
+SPLITS = [("cluster", n) for n in range(1, 17)] + [("split_kv", n) for n in range(1, 9)]
 
 both = pytest.mark.parametrize("algorithm", ALGORITHMS)
 

@@ -186,7 +186,15 @@ class TestRun:
         SparseDecodeRunner.run("fp16", params)
         (launch,) = loader.log
         assert launch.wanted == ("sparse_decode_cluster", 256, "fp16", ())
-        assert (launch.grid, launch.cluster, launch.stream) == ((4, 16, 2), (1, 16, 1), 7)
+        assert (launch.grid, launch.cluster, launch.stream) == ((4, 9, 2), (1, 9, 1), 7)
+
+    def test_decode_of_a_large_batch_has_nothing_to_merge(self, use) -> None:
+        none = dict.fromkeys(("partial_o", "partial_stats", "split_counters"), 0)
+        loader, params = use(FakeLoader()), decode(batch_size=64, **none)
+        SparseDecodeRunner.run("bf16", params)
+        (launch,) = loader.log
+        assert launch.wanted.kernel == "sparse_decode"
+        assert (launch.grid, launch.params) == ((64, 1, 2), params)
 
     @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
     def test_decode_takes_the_workspace_elsewhere(self, use, capability) -> None:
@@ -196,7 +204,7 @@ class TestRun:
         zero, launch = loader.log[:2]
         assert zero == ("zero", params.split_counters, 8, 7)
         assert launch.wanted == ("sparse_decode", 256, "bf16", (("max_splits", 8),))
-        assert (launch.grid, launch.cluster, launch.params.num_splits) == ((4, 8, 2), 1, 8)
+        assert (launch.grid, launch.cluster, launch.params.num_splits) == ((4, 7, 2), 1, 7)
         assert loader.log[3].params is launch.params
 
     def test_an_algorithm_can_be_named(self, use) -> None:

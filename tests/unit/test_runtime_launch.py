@@ -115,6 +115,19 @@ class TestLaunch:
         assert (second.grid, second.cluster, second.stream) == ((70_000, 1, 1), (1, 1, 1), 2)
         assert second.values["top_k"] == -1
 
+    def test_a_frozen_object_is_packed_once_a_kernel(self, tmp_path, driver):
+        write_set(tmp_path, variants={"a": {}, "b": {"kernel": "sparse_prefill"}})
+        loader = Loader(tmp_path, driver)
+        first, second = (loader.kernel((name, 256, "bf16")) for name in ("sparse_decode", "sparse_prefill"))
+        given = params(packed=None)
+        for kernel in (first, first, second, first):
+            kernel.launch(given, 1, 0)
+            assert given.packed[0] is kernel._packer
+        assert [launch.values for launch in driver.launches] == [driver.launches[0].values] * 4
+        image = given.packed
+        first.launch(given, 1, 0)
+        assert given.packed is image
+
     @pytest.mark.parametrize("cluster", [1, 4, (1, 3, 1)])
     def test_a_kernel_that_waits_for_its_predecessors_is_launched_early(self, tmp_path, driver, cluster):
         name = write_set(tmp_path, variants={"early": {"early_launch": True}})
