@@ -38,7 +38,20 @@ SMEM_OPTIN_KIB: Mapping[str, int] = MappingProxyType(
 SMS = tuple(SMEM_OPTIN_KIB)
 
 # Short tags of the baked constants, in the order they appear in a name.
-TAGS: Mapping[str, str] = MappingProxyType({"warps": "w", "k_stages": "k", "v_stages": "v", "blocks_per_sm": "b", "max_splits": "s"})
+TAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "rows": "r",
+        "groups": "g",
+        "threads": "t",
+        "held": "h",
+        "warps": "w",
+        "stages": "st",
+        "k_stages": "k",
+        "v_stages": "v",
+        "blocks_per_sm": "b",
+        "max_splits": "s",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,16 @@ def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
 # Two tiles of each in flight, one block an SM: the splits of a row are few and far apart.
 _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
+
+def _indexer(
+    name: str, entry: str, *tunings: Mapping[str, int], sms: tuple[str, ...] = SMS, tensor_core: str = ""
+) -> Kernel:
+    """A kernel of the indexer, whose head dim is its own."""
+    dims = (geometry.INDEX_HEAD_DIM,)
+    each = tuple(Tuning(baked, sms, dims) for baked in tunings or ({},))
+    return Kernel(name, f"qsa_cute.kernels.indexer.{entry}", each, tensor_core)
+
+
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         kernel.name: kernel
@@ -141,6 +164,29 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
                 tuning=(Tuning(_CLUSTER, ("sm_90a",)),),
             ),
+            _indexer("index_prepare", "prepare:Prepare"),
+            _indexer("index_compress", "compress:Compress"),
+            _indexer("index_tail_write", "tail_write:TailWrite"),
+            _indexer("index_ids_fill", "ids_fill:IdsFill"),
+            _indexer("index_expand", "expand:Expand"),
+            _indexer("index_pre_decode", "pre_decode:PreDecode"),
+            _indexer("scores_prefill", "scores_prefill:ScoresPrefill", tensor_core="HMMA"),
+            _indexer(
+                "scores_prefill_wgmma",
+                "scores_prefill_wgmma:ScoresPrefillWgmma",
+                {"groups": 2, "stages": 4},
+                sms=("sm_90a",),
+                tensor_core="HGMMA",
+            ),
+            _indexer(
+                "scores_decode",
+                "scores_decode:ScoresDecode",
+                {"rows": 4, "warps": 4, "stages": 2},
+                {"rows": 8, "warps": 4, "stages": 2},
+                tensor_core="HMMA",
+            ),
+            _indexer("select", "select:Select", {"threads": 512, "held": 16}),
+            _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 16}, sms=("sm_90a",)),
         )
     }
 )

@@ -43,7 +43,7 @@ _POOL_FIELDS = (
 )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _known(kernel: str, dtype: object, baked: tuple[tuple[str, int], ...]) -> Wanted:
     name = checks.dtype_name(dtype)
     if name not in DTYPES:
