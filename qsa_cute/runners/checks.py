@@ -43,6 +43,8 @@ def show(value: object) -> str:
 
 def whole(value: object) -> int | None:
     """An integer of any integer type; None for everything else, bool too."""
+    if type(value) is int:  # the usual case, in a third of the time
+        return value
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except Exception:

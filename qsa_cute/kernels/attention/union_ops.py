@@ -25,6 +25,14 @@ def tma_load_3d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, 
     )
 
 
+def bulk_load(dst: Int32, src: Int64, size: Int32, barrier: Int32) -> None:
+    """`size` bytes (a multiple of 16, 16-byte aligned) to shared memory; they complete on `barrier`."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[dst, src, size, barrier],
+    )
+
+
 def acquire_tensor_map(tensor_map: Int64) -> None:
     """Make a tensor map that a kernel wrote visible to this thread's TMA copies."""
     cute.arch.inline_ptx("fence.proxy.tensormap::generic.acquire.gpu [{$r0}], 128;", read_only_args=[tensor_map])

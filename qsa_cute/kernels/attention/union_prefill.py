@@ -47,7 +47,7 @@ PARAMS = (
     ptr("tensor_maps", "i32", 16),
     ptr("union_counts", "i32", 8),
     ptr("union_entries", "i32"),
-    ptr("union_masks", "i32"),
+    ptr("union_masks", "i32", 16),
     ptr("union_first_masks", "i32"),
     ptr("row_path", "i32"),
     ptr("partial_o", "f32", 16),
@@ -81,7 +81,9 @@ GATHER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 <= 65536
 
 
 class UnionPrefill:
-    def __init__(self, head_dim: int, dtype: str, tile: int, stages: int = 2):
+    def __init__(self, head_dim: int, dtype: str, tile: int, stages: int = 2, q_steps: int = 0, regs: int = 232, fin: int = 1):
+        self.q_steps, self.fin = q_steps, fin
+        self.registers = (24, 248) if regs == 248 else (24, 240) if regs == 240 else (32, 232) if regs == 232 else (40, 224)
         self.head_dim, self.dtype, self.tile, self.stages = head_dim, dtype, tile, stages
         self.element = ops.ELEMENTS[dtype]
         self.blocks = tile // BLOCK_TOKENS  # of a chunk
@@ -91,7 +93,7 @@ class UnionPrefill:
         self.threads = 384
         if tile % 16 or self.blocks > 32 or stages != 2:
             raise ValueError("a chunk is a multiple of 16 tokens, its blocks have a bit each of a word, and slots are two")
-        self.smem_bytes = 1024 + PAIRS * head_dim * 2 + 2 * stages * self.slot_bytes
+        self.smem_bytes = 2048 + PAIRS * head_dim * 2 + 2 * stages * self.slot_bytes
 
     @cute.jit
     def __call__(
@@ -136,6 +138,7 @@ class UnionPrefill:
             v_full: cute.struct.MemRange[Int64, self.stages]
             v_empty: cute.struct.MemRange[Int64, self.stages]
             arrivals: cute.struct.MemRange[Int32, 2]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, self.stages * PAIRS], 16]
             sQ: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * self.stages], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * self.stages], 1024]
@@ -147,7 +150,7 @@ class UnionPrefill:
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(bars[0] + s, 4)  # gather warps
+                    cute.arch.mbarrier_init(bars[0] + s, 5)  # gather warps, and warp 0's masks
                     cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
                     cute.arch.mbarrier_init(bars[2] + s, 4)
                     cute.arch.mbarrier_init(bars[3] + s, 8)
@@ -165,21 +168,21 @@ class UnionPrefill:
         num_items = num_tiles * num_kv_heads * num_splits
         counts = union_counts.toint()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[0])
             self.gather(
-                tensor_maps.toint(), counts, union_entries.toint(), num_items, num_kv_heads, tiles_per_sequence,
-                num_tiles, max_chunks, num_splits, storage.sK.data_ptr().toint(), storage.sV.data_ptr().toint(), bars,
-                warp,
+                tensor_maps.toint(), counts, union_entries.toint(), union_masks.toint(), mask_rows, num_items, num_kv_heads, tiles_per_sequence,
+                num_tiles, max_chunks, num_splits, storage.sK.data_ptr().toint(), storage.sV.data_ptr().toint(),
+                storage.masks.data_ptr().toint(), bars, warp,
             )
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(
                 q_ptr.toint(), o_ptr.toint(), lse_ptr.toint(), counts, union_masks.toint(), union_first_masks.toint(),
                 row_path.toint(), partial_o.toint(), partial_stats.toint(), split_counters.toint(), seq_len,
                 num_kv_heads, group_size, tile_pairs, tiles_per_sequence, num_tiles, max_chunks, mask_rows,
                 num_splits, num_items, q_stride_batch, q_stride_row, q_stride_head, o_stride_batch, o_stride_row,
                 o_stride_head, attention_scale * ops.LOG2_E, sQ, sK, sVt, storage.sQ.data_ptr().toint(),
-                storage.arrivals.data_ptr().toint(), bars, tid - 128,
+                storage.masks.data_ptr().toint(), storage.arrivals.data_ptr().toint(), bars, tid - 128,
             )
 
     # ---- items ---------------------------------------------------------------------------------------
@@ -221,9 +224,9 @@ class UnionPrefill:
 
     @cute.jit
     def gather(
-        self, maps: Int64, counts: Int64, entries: Int64, num_items: Int32, num_kv_heads: Int32,
+        self, maps: Int64, counts: Int64, entries: Int64, masks: Int64, mask_rows: Int32, num_items: Int32, num_kv_heads: Int32,
         tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32, num_splits: Int32, sK: Int32, sV: Int32,
-        bars, warp: Int32,
+        sMasks: Int32, bars, warp: Int32,
     ):
         """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
         k_full, k_empty, v_full, v_empty = bars
@@ -246,8 +249,17 @@ class UnionPrefill:
                 total = shared + 2 * own_pairs
                 for c in cutlass.range(total + 1, unroll=1):
                     if c < total:
-                        at = base + Int64(c + to_pairs if c >= shared else c) * (self.blocks * 4)
+                        chunk = c + to_pairs if c >= shared else c
+                        at = base + Int64(chunk) * (self.blocks * 4)
                         self.fill(k_map, at, kv_head, sK, k_full, k_empty, ring + c, c >= shared)
+                        if warp == 0:
+                            size = mask_rows * 4
+                            full = k_full + (ring + c) % 2
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                            src = masks + (Int64(tile) * Int64(max_chunks) + Int64(first + chunk)) * Int64(size)
+                            union_ops.bulk_load(
+                                Int32(sMasks) + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint())
+                            )
                     if c > 0:
                         at = base + Int64(c - 1 + to_pairs if c > shared else c - 1) * (self.blocks * 4)
                         self.fill(v_map, at, kv_head, sV, v_full, v_empty, ring + c - 1, c > shared)
@@ -284,7 +296,7 @@ class UnionPrefill:
         group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
         mask_rows: Int32, num_splits: Int32, num_items: Int32, q_batch: Int64, q_row: Int64, q_head: Int64,
         o_batch: Int64, o_row: Int64, o_head: Int64, scale_log2: Float32, sQ: cute.Tensor, sK: cute.Tensor,
-        sVt: cute.Tensor, q_smem: Int32, arrivals: Int32, bars, tid: Int32,
+        sVt: cute.Tensor, q_smem: Int32, sMasks: Int32, arrivals: Int32, bars, tid: Int32,
     ):
         k_full, k_empty, v_full, v_empty = bars
         qk_mma = hopper.make_trivial_tiled_mma(
@@ -294,6 +306,10 @@ class UnionPrefill:
         pv_mma = hopper.make_trivial_tiled_mma(
             self.element, self.element, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN, Float32,
             atom_layout_mnk=(2, 1, 1), tiler_mn=(64, self.head_dim), a_source=warpgroup.OperandSource.RMEM,
+        )
+        qr_mma = hopper.make_trivial_tiled_mma(
+            self.element, self.element, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.K, Float32,
+            atom_layout_mnk=(2, 1, 1), tiler_mn=(64, self.tile), a_source=warpgroup.OperandSource.RMEM,
         )
         wg = cute.arch.make_warp_uniform(tid // 128)
         lane = tid % 32
@@ -309,6 +325,9 @@ class UnionPrefill:
         tS = cute.make_tensor(accS.iterator, cute.make_layout(self.tile // 2))
         tO = cute.make_tensor(accO.iterator, cute.make_layout(self.head_dim // 2))
         tP = cute.make_tensor(cute.recast_ptr(tOrP.iterator, dtype=Int32), cute.make_layout(self.tile // 4))
+        qr_slice = qr_mma.get_slice(wg * 128)
+        tQr = qr_slice.make_fragment_A(qr_slice.partition_shape_A((PAIRS, 16 * max(self.q_steps, 1))))
+        tQw = cute.make_tensor(cute.recast_ptr(tQr.iterator, dtype=Int32), cute.make_layout(4 * max(self.q_steps, 1)))
         tMax = cute.make_rmem_tensor((2,), Float32)
         tSum = cute.make_rmem_tensor((2,), Float32)
         tScale = cute.make_rmem_tensor((2,), Float32)
@@ -329,23 +348,22 @@ class UnionPrefill:
         while item < num_items:
             tile, kv_head, split = self.place(item, num_kv_heads, num_tiles, num_splits)
             first, shared, first_pair, own_pairs = self.share(split, num_splits, ns, pairs)
-            to_pairs = ns + 2 * first_pair - first - shared
-            steps = shared + own_pairs
             # Mask words of this lane's two rows, counted from the tile's first row.
             start = (tile % tiles_per_sequence) * tile_pairs
             row0 = start // group_size
-            m0 = ((start + pair0) // group_size - row0) * 4
-            m1 = ((start + pair0 + 8) // group_size - row0) * 4
-            words = masks + (Int64(tile) * Int64(max_chunks) + Int64(first)) * Int64(chunk_bytes)
+            m0 = (start + pair0) // group_size - row0
+            to_m1 = ((start + pair0 + 8) // group_size - row0 - m0) * 4
+            words = masks + ((Int64(tile) * Int64(max_chunks) + Int64(first)) * Int64(mask_rows) + Int64(m0)) * 4
             at = words
             plane = Int32(0)  # bytes between the words of a block's tokens: apart in the tile's chunk 0 only
             if split == 0:
-                at = first_masks + Int64(tile) * Int64(4 * chunk_bytes) + Int64((lane % 2) * 2 * chunk_bytes)
+                at = first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(mask_rows) + Int64(m0)) * 4
                 plane = chunk_bytes
-            w0 = union_ops.load_i32(at + Int64(m0))
-            w0_odd = union_ops.load_i32(at + Int64(m0 + plane))
-            w1 = union_ops.load_i32(at + Int64(m1))
-            w1_odd = union_ops.load_i32(at + Int64(m1 + plane))
+            w0 = union_ops.load_i32(at)
+            w0_odd = union_ops.load_i32(at + Int64(plane))
+            w1 = union_ops.load_i32(at + Int64(to_m1))
+            w1_odd = union_ops.load_i32(at + Int64(to_m1 + plane))
+            at0 = Int32(sMasks) + m0 * 4
             tMax.fill(EMPTY_MAX)
             tSum.fill(0.0)
             tScale.fill(1.0)
@@ -354,42 +372,43 @@ class UnionPrefill:
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
 
-            slot = ring % 2
-            cute.arch.mbarrier_wait(k_full + slot, (ring // 2) % 2)
-            self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, slot], True)
+            for kk in cutlass.range_constexpr(self.q_steps):
+                rw = warp * 16 + lane % 16
+                f = ops.ldmatrix_x4(q_smem + (kk // 4) * (PAIRS * 128) + rw * 128 + (((kk % 4) * 2 + lane // 16) ^ (rw % 8)) * 16)
+                for jj in cutlass.range_constexpr(4):
+                    tQw[4 * kk + jj] = f[jj]
+            self.wait_full(k_full, ring)
+            self.qk(qr_mma, qk_mma, accS, tQr, tSrQ, tSrK[None, None, None, ring % 2])
             warpgroup.wait_group(0)
-            self.release(k_empty + slot)
+            self.release(k_empty, ring)
             self.apply_masks(tS, w0 >> half, w0_odd >> half, w1 >> half, w1_odd >> half)
             self.softmax(tS, tMax, tSum, tScale, scale_log2)
-            self.pack(tS, tP)
-            chunk = self.chunk_of(Int32(1), shared, wg)
-            if steps > 1:
-                w0, w1 = self.load_words(words, chunk, shared, to_pairs, chunk_bytes, m0, m1)
-            before = Int32(0)
-            for i in cutlass.range(1, steps, unroll=1):
-                slot = (ring + chunk) % 2
-                if i > shared:
-                    self.wait_skipped(k_full, ring + self.skipped(i, shared, wg))
-                cute.arch.mbarrier_wait(k_full + slot, ((ring + chunk) // 2) % 2)
-                self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, slot], True)
-                self.rescale(tO, tScale)
-                v_slot = (ring + before) % 2
-                if i - 1 > shared:
-                    self.wait_skipped(v_full, ring + self.skipped(i - 1, shared, wg))
-                cute.arch.mbarrier_wait(v_full + v_slot, ((ring + before) // 2) % 2)
-                self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v_slot], False)
-                warpgroup.wait_group(1)
-                self.release(k_empty + slot)
-                self.apply_masks(tS, w0 >> half, w0 >> half, w1 >> half, w1 >> half)
-                before = chunk
-                chunk = self.chunk_of(i + 1, shared, wg)
-                if i + 1 < steps:
-                    w0, w1 = self.load_words(words, chunk, shared, to_pairs, chunk_bytes, m0, m1)
-                self.softmax(tS, tMax, tSum, tScale, scale_log2)
-                warpgroup.wait_group(0)
-                self.release(v_empty + v_slot)
-                self.pack(tS, tP)
 
+            flying = Int32(-1)  # the chunk whose P V is in flight
+            done = ring  # the chunk whose P V comes next
+            ring = ring + shared
+            while done + 1 < ring:
+                self.step(
+                    qr_mma, qk_mma, pv_mma, accS, accO, tQr, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
+                    half, at0, to_m1, done + 1, done, flying, bars, scale_log2,
+                )
+                flying = done
+                done = done + 1
+            # Pairs: a phase's parity tells only neighbours apart, so each phase of a slot is waited for in turn, that
+            # of the other warpgroup's chunk too.
+            for j in cutlass.range(own_pairs, unroll=1):
+                if j > 0:
+                    self.wait_full(k_full, ring + 2 * j - 1 - wg)
+                if j > 1:
+                    self.wait_full(v_full, ring + 2 * j - 3 - wg)
+                self.step(
+                    qr_mma, qk_mma, pv_mma, accS, accO, tQr, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
+                    half, at0, to_m1, ring + 2 * j + wg, done, flying, bars, scale_log2,
+                )
+                flying = done
+                done = ring + 2 * j + wg
+
+            self.finish(flying, v_empty, tS, tP)
             next_item, next_ns, next_pairs = self.find_item(
                 item + step, num_items, counts, num_kv_heads, num_tiles, num_splits
             )
@@ -400,20 +419,20 @@ class UnionPrefill:
                     tiles_per_sequence, num_tiles, num_splits, warp, lane,
                 )
             self.rescale(tO, tScale)
-            v_slot = (ring + before) % 2
-            if steps - 1 > shared:
-                self.wait_skipped(v_full, ring + self.skipped(steps - 1, shared, wg))
-            cute.arch.mbarrier_wait(v_full + v_slot, ((ring + before) // 2) % 2)
-            self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v_slot], False)
+            if own_pairs > 1:
+                self.wait_full(v_full, ring + 2 * own_pairs - 3 - wg)
+            self.wait_full(v_full, done)
+            self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, done % 2], False)
             if own_pairs > 0:
-                self.wait_skipped(k_full, ring + self.skipped(steps, shared, wg))
-                self.wait_skipped(v_full, ring + self.skipped(steps, shared, wg))
+                self.wait_full(k_full, ring + 2 * own_pairs - 1 - wg)
+                self.wait_full(v_full, ring + 2 * own_pairs - 1 - wg)
             warpgroup.wait_group(0)
-            self.release(v_empty + v_slot)
-            ring = ring + shared + 2 * own_pairs
+            self.release(v_empty, done)
+            ring = ring + 2 * own_pairs
 
             unit = tile * num_kv_heads + kv_head
-            self.check_finite(tO, row_path + Int64(unit) * 4, lane)
+            if const_expr(self.fin):
+                self.check_finite(tO, row_path + Int64(unit) * 4, lane)
             for j in cutlass.range_constexpr(2):
                 tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=1)
                 tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=2)
@@ -438,31 +457,47 @@ class UnionPrefill:
             item, ns, pairs = next_item, next_ns, next_pairs
 
     @cute.jit
-    def chunk_of(self, i: Int32, shared: Int32, wg: Int32) -> Int32:
-        """Place in the split's chunks of this warpgroup's step i."""
-        return 2 * i - shared + wg if i >= shared else i
+    def step(
+        self, qr_mma: cute.TiledMma, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, accS: cute.Tensor, accO: cute.Tensor,
+        tQr: cute.Tensor, tSrQ: cute.Tensor, tSrK: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, tS: cute.Tensor,
+        tO: cute.Tensor, tP: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, half: Int32, at0: Int32, to_m1: Int32, k: Int32, v: Int32, flying: Int32, bars,
+        scale_log2: Float32,
+    ):
+        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's scores."""
+        k_full, k_empty, v_full, v_empty = bars
+        self.finish(flying, v_empty, tS, tP)
+        self.wait_full(k_full, k)
+        w0 = ops.load_shared_i32(at0 + k % 2 * (PAIRS * 4)) >> half
+        w1 = ops.load_shared_i32(at0 + to_m1 + k % 2 * (PAIRS * 4)) >> half
+        self.qk(qr_mma, qk_mma, accS, tQr, tSrQ, tSrK[None, None, None, k % 2])
+        self.rescale(tO, tScale)
+        self.wait_full(v_full, v)
+        self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v % 2], False)
+        warpgroup.wait_group(1)
+        self.release(k_empty, k)
+        self.apply_masks(tS, w0, w0, w1, w1)
+        self.softmax(tS, tMax, tSum, tScale, scale_log2)
 
     @cute.jit
-    def skipped(self, i: Int32, shared: Int32, wg: Int32) -> Int32:
-        """Place of the chunk that the other warpgroup has instead of step i - 1, of a pair."""
-        return 2 * (i - 1) - shared + 1 - wg
+    def finish(self, flying: Int32, v_empty: cute.Pointer, tS: cute.Tensor, tP: cute.Tensor):
+        """Wait for the P V in flight, if any, and put the new P in its operand's place.
+
+        This opens a step, rather than closing the one before, because ptxas hoists the wait over a softmax in the
+        same basic block, and then nothing overlaps.
+        """
+        warpgroup.wait_group(0)
+        if flying >= 0:
+            self.release(v_empty, flying)
+        self.pack(tS, tP)
 
     @cute.jit
-    def wait_skipped(self, full: cute.Pointer, ring: Int32):
-        """A phase's parity tells only neighbours apart, so every phase of a slot is waited for, skipped chunks' too."""
+    def wait_full(self, full: cute.Pointer, ring: Int32):
         cute.arch.mbarrier_wait(full + ring % 2, (ring // 2) % 2)
 
     @cute.jit
-    def release(self, barrier: cute.Pointer):
+    def release(self, empty: cute.Pointer, ring: Int32):
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def load_words(
-        self, words: Int64, chunk: Int32, shared: Int32, to_pairs: Int32, chunk_bytes: Int32, m0: Int32, m1: Int32
-    ):
-        at = words + Int64((chunk + to_pairs if chunk >= shared else chunk) * chunk_bytes)
-        return union_ops.load_i32(at + Int64(m0)), union_ops.load_i32(at + Int64(m1))
+            cute.arch.mbarrier_arrive(empty + ring % 2)
 
     @cute.jit
     def load_q(
@@ -501,6 +536,21 @@ class UnionPrefill:
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not zero)
         for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def qk(self, rmma: cute.TiledMma, mma: cute.TiledMma, acc: cute.Tensor, r: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+        warpgroup.fence()
+        ra = cute.make_mma_atom(rmma.op)
+        ra.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(self.q_steps):
+            cute.gemm(ra, acc, r[None, None, k], b[None, None, k], acc)
+            ra.set(warpgroup.Field.ACCUMULATE, True)
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, self.q_steps > 0)
+        for k in cutlass.range_constexpr(self.q_steps, cute.size(a.shape[2])):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
