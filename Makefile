@@ -43,7 +43,8 @@ gpu-sanitize:
 	done
 
 bench:
-	PYTHONPATH=. $(GPU_PYTHON) bench/run.py
+	PYTHONPATH=. $(GPU_PYTHON) -m bench.run --all --append bench/results/h200.jsonl
+	PYTHONPATH=. $(GPU_PYTHON) -m bench.plot
 
 # The built sets go into the wheel; setuptools takes what is in the package.
 wheel: build

@@ -1,0 +1,1 @@
+"""Speed against the peers: cases, providers, timing, results and plots. `python -m bench.run --help`."""

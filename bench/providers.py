@@ -1,0 +1,43 @@
+"""Who can compute a case: ours first, then the peers. A maker takes (case, inputs) and gives a `Work`, or raises
+`UnavailableError` with the reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench import ours, peers
+from bench.work import Work
+
+Maker = Callable[[Any, Any], Work]
+
+PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
+    "prefill": {
+        "ours": ours.prefill,
+        "ours_rows": ours.prefill_rows,
+        "vllm": peers.vllm_prefill,
+        "sglang": peers.sglang_prefill,
+    },
+    "prefill_full": {
+        "ours": ours.prefill,
+        "ours_rows": ours.prefill_rows,
+        "vllm": peers.vllm_prefill,
+        "torch": peers.torch_dense,
+        "fa4": peers.fa4_dense,
+    },
+    "decode": {"ours": ours.decode, "vllm": peers.vllm_decode},
+    "scores_prefill": {"ours": ours.scores_prefill, "vllm": peers.vllm_scores_prefill},
+    "scores_decode": {"ours": ours.scores_decode, "vllm": peers.vllm_scores_decode},
+    "topk": {"ours": ours.topk, "vllm": peers.vllm_topk, "torch": peers.torch_topk},
+    "layer_prefill": {
+        "ours": ours.layer_prefill,
+        "ours_indexer": functools.partial(ours.layer_prefill, half="indexer"),
+        "ours_attention": functools.partial(ours.layer_prefill, half="attention"),
+    },
+    "layer_decode": {
+        "ours": ours.layer_decode,
+        "ours_indexer": functools.partial(ours.layer_decode, half="indexer"),
+        "ours_attention": functools.partial(ours.layer_decode, half="attention"),
+    },
+}
