@@ -25,6 +25,11 @@ from qsa_cute.geometry import (
 )
 
 OURS = "ours"
+PROVIDER_NAMES = (
+    *(OURS, "ours_rows", "ours_indexer", "ours_attention"),
+    *("vllm", "sglang", "torch", "fa4"),
+    *("bare", "triton"),  # of the host's cost
+)
 DENSE = ("torch", "fa4")  # providers that compute the dense operation
 
 ELEM_BYTES = 2  # bf16 and fp16

@@ -22,7 +22,7 @@ from typing import NoReturn
 import click
 
 from bench import report
-from bench.cases import OURS, Case, registry, select
+from bench.cases import OURS, PROVIDER_NAMES, Case, registry, select
 from bench.report import Outcome
 from bench.results import Row, append
 from qsa_cute.errors import ArgumentError, QsaError
@@ -73,6 +73,8 @@ def main(
     if not patterns and not everything:
         raise click.UsageError("nothing to run: give --case GLOB or --all; --list shows the cases")
     chosen = providers.split(",") if providers else None
+    if unknown := set(chosen or ()) - set(PROVIDER_NAMES):
+        raise click.UsageError(f"no provider {', '.join(sorted(unknown))}; there are {', '.join(PROVIDER_NAMES)}")
     session = _session()
     outcomes = []
     for case in cases:

@@ -56,8 +56,8 @@ class Work:
             beyond = error > self.atol + self.rtol * want.abs()
             if beyond.any():
                 raise WrongResultError(
-                    f"launch {number} is off by up to {error.max().item():.3g}, {int(beyond.sum())} of {beyond.numel()} "
-                    f"values by more than {self.atol:g} + {self.rtol:g} x the reference"
+                    f"launch {number} is off by up to {error.max().item():.3g}, {int(beyond.sum())} of "
+                    f"{beyond.numel()} values by more than {self.atol:g} + {self.rtol:g} x the reference"
                 )
             worst = max(worst, error.max().item())
         return worst

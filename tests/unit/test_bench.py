@@ -1,0 +1,209 @@
+"""The bench without a GPU: ids, useful work by hand, targets, the JSON lines, the command line, and the plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench import report
+from bench.cases import FAMILIES, Target, entries, parse, registry, select
+from bench.results import Row, append, latest, read
+from bench.run import NO_DEVICE, main
+from qsa_cute.errors import ArgumentError
+
+FACTORS = {"ours": 1.0, "ours_rows": 4.6, "vllm": 5.0, "sglang": 4.8, "torch": 6.0, "fa4": 5.5}
+
+
+def row(case: str, provider: str = "ours", us: float = 10.0, run_id: str = "r1") -> Row:
+    made = parse(case)
+    rates = (made.tflops(us), made.tbps(us))
+    return Row(run_id, "2026-11-29T12:00:00+00:00", "NVIDIA H200", "abc", case, provider, us, 0.1, *rates)
+
+
+def sample_rows() -> list[Row]:
+    """Every attention case at a tenth of the bounds' speed for the slowest provider."""
+    rows = []
+    for case in select(["prefill/*", "prefill_full/*", "decode/*"]):
+        base = max(case.flops / 5e8, case.bytes / 3.5e6)
+        rows += [row(case.id, name, base * factor) for name, factor in FACTORS.items()]
+    return rows
+
+
+# Cases.
+
+
+@pytest.mark.parametrize(
+    ("case_id", "found"),
+    [
+        ("prefill/ctx32768/rows4096/rho0.995", {"ctx": 32768, "rows": 4096, "rho": 0.995, "batch": 1}),
+        ("prefill/ctx8192/rows4096/rho0/fp16", {"ctx": 8192, "rho": 0.0, "dtype": "fp16"}),
+        ("prefill_full/ctx32768/rho0.995", {"ctx": 32768, "rows": 32768}),
+        ("decode/ctx65536/b32", {"ctx": 65536, "batch": 32, "dtype": "bf16"}),
+        ("scores_prefill/ctx131072/rows4096", {"ctx": 131072, "rows": 4096}),
+        ("scores_decode/ctx65536/b64", {"ctx": 65536, "batch": 64}),
+        ("topk/4096x32768", {"rows": 4096, "columns": 32768}),
+        ("layer_prefill/ctx131072/rows4096", {"rows": 4096}),
+        ("layer_decode/ctx65536/b1", {"batch": 1}),
+        ("host/launch", {"flops": 0, "bytes": 0}),
+    ],
+)
+def test_an_id_gives_its_shape(case_id: str, found: dict[str, object]) -> None:
+    case = parse(case_id)
+    assert case.id == case_id
+    assert {name: getattr(case, name) for name in found} == found
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    ["", "decode", "decode/b1", "decode/ctx65536/b0", "decode/ctx65536/b1/fp8", "prefill/ctx8/rows9/rho0", "none/ctx1"],
+)
+def test_an_id_that_is_none_is_refused(case_id: str) -> None:
+    with pytest.raises(ArgumentError, match="case"):
+        parse(case_id)
+
+
+def test_the_registry_has_each_id_once() -> None:
+    ids = [case.id for case in registry()]
+    assert len(ids) == len(set(ids))
+    assert {case.family for case in registry()} == set(FAMILIES)
+
+
+def test_a_pattern_selects_and_a_full_id_needs_no_registry() -> None:
+    assert [case.id for case in select(["decode/*b1", "decode/ctx65536/b1"])] == ["decode/ctx65536/b1"]
+    assert [case.batch for case in select(["decode/ctx4096/b3"])] == [3]
+    with pytest.raises(ArgumentError):
+        select(["nothing*"])
+
+
+def test_entries_counts_short_rows() -> None:
+    assert entries(0, 4) == 1 + 2 + 3 + 4
+    assert entries(2049, 3) == 2050 + 2051 + 2051
+    assert entries(65535, 1) == 2051
+
+
+def test_useful_work_by_hand() -> None:
+    prefill = parse("prefill/ctx32768/rows4096/rho0.995")
+    assert prefill.flops == 4 * 4096 * 24 * 2051 * 256
+    assert prefill.tflops(2278) == pytest.approx(91, abs=0.5)  # vLLM's figure
+    assert prefill.bytes == 4096 * (2 * 24 * 256 * 2 + 2051 * 4) + 32768 * 2048
+    decode = parse("decode/ctx65536/b32")
+    assert decode.bytes == 32 * 2051 * 2 * 2 * 256 * 2
+    assert decode.tbps(58.6) == pytest.approx(2.3, abs=0.05)
+    assert parse("scores_prefill/ctx32768/rows4096").tflops(134) == pytest.approx(257, abs=1)
+    assert parse("scores_decode/ctx65536/b128").tbps(133.5) == pytest.approx(4.0, abs=0.05)
+    assert parse("topk/2x2048").bytes == 2 * (2048 + 512) * 4
+    layer, parts = parse("layer_decode/ctx65536/b4"), ("decode/ctx65536/b4", "scores_decode/ctx65536/b4")
+    assert layer.flops == sum(parse(part).flops for part in parts)
+
+
+def test_a_target_is_met_short_or_open() -> None:
+    both = Target(us=2.5, ratio=2, peers=("a", "b"))
+    assert str(both) == "<= 2.5 us, >= 2x a and b"
+    assert both.met({"ours": 2, "a": 4, "b": 9}) is True
+    assert both.met({"ours": 2, "a": 3.9, "b": 9}) is False
+    assert both.met({"ours": 2.6, "a": 9}) is False
+    assert both.met({"ours": 2}) is None
+    assert Target(us=3).met({"a": 1}) is None
+    assert Target(us=3).met({"ours": 3}) is True
+
+
+# Results.
+
+
+def test_a_line_has_exactly_the_published_keys(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "h200.jsonl"
+    append(path, [row("decode/ctx65536/b1", us=5.123456)])
+    append(path, [row("host/launch")])
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    keys = "run_id date device source_digest case provider us us_iqr useful_tflops tbps"
+    assert list(first) == keys.split()
+    assert first["us"] == 5.123
+    assert second["useful_tflops"] is None
+    assert [found.case for found in read(path)] == ["decode/ctx65536/b1", "host/launch"]
+
+
+@pytest.mark.parametrize("line", ["{", '{"us": 1}', row("host/launch").line().replace("10.0", "0"), "[]"])
+def test_a_line_that_is_no_result_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"\n{line}\n")
+    with pytest.raises(ArgumentError, match=r"bad\.jsonl:2"):
+        read(path)
+
+
+def test_the_latest_run_of_ours_counts_and_runs_are_not_mixed() -> None:
+    case = "decode/ctx65536/b1"
+    rows = [
+        row(case, "vllm", 9, "r1"),
+        row(case, "ours", 5, "r1"),
+        row(case, "ours", 4, "r2"),
+        row(case, "vllm", 8, "r3"),
+    ]
+    assert {name: found.us for name, found in latest(rows)[case].items()} == {"ours": 4}
+
+
+# The command line and what it prints.
+
+
+def test_list_needs_no_gpu() -> None:
+    result = CliRunner().invoke(main, ["--list", "--case", "decode/*"])
+    assert result.exit_code == 0
+    assert "decode/ctx65536/b32                    <= 37 us" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["--case", "nothing/at/all"], ["--providers", "nobody", "--all"]])
+def test_usage_errors(arguments: list[str]) -> None:
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["--all"])
+    assert result.exit_code == NO_DEVICE
+    assert "needs a CUDA device" in result.stderr
+
+
+def test_the_lines_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = report.Outcome(parse("decode/ctx65536/b1"))
+    outcome.rows += [row(outcome.case.id, "ours", 5), row(outcome.case.id, "vllm", 10)]
+    outcome.notes.append("sglang: no kernel")
+    report.plain(outcome)
+    report.notes(outcome)
+    printed = capsys.readouterr()
+    ours, vllm = printed.out.splitlines()
+    assert "5.00 us" in ours
+    assert "2.00x vllm" in ours
+    assert ours.endswith("target <= 5.5 us met")
+    assert "target" not in vllm
+    assert "without sglang: no kernel" in printed.err
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    outcome = report.Outcome(parse("decode/ctx65536/b1"), [row("decode/ctx65536/b1", us=6)])
+    report.table([outcome])
+    assert "short" in capsys.readouterr().out
+
+
+# Plots.
+
+
+def test_curves_follow_the_results() -> None:
+    plot = pytest.importorskip("bench.plot")
+    lines = plot.curves(
+        latest(sample_rows()), lambda case: case.batch if case.family == "decode" else None, lambda found: found.us
+    )
+    assert list(lines) == list(plot.STYLES)
+    assert [x for x, _ in lines["ours"]] == [1, 4, 16, 32, 64, 128]
+
+
+def test_plots_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bench.plot import draw
+
+    assert [path.name for path in draw([row("decode/ctx65536/b1")], tmp_path)] == ["decode.png", "roofline.png"]
+    assert len(draw(sample_rows(), tmp_path)) == 4
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
