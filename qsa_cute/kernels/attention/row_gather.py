@@ -286,8 +286,17 @@ class RowGather:
 
     @cute.jit
     def attend(
-        self, smem: Int32, source: TokenSource, ids: Int64, top_k: Int32, scale_log2: Float32, share: Share,
-        tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tid: Int32,
+        self,
+        smem: Int32,
+        source: TokenSource,
+        ids: Int64,
+        top_k: Int32,
+        scale_log2: Float32,
+        share: Share,
+        tO: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        tid: Int32,
     ):
         """Run the split's tiles; Q's copy is in flight on entry. On return tSum holds the block's sums.
 
@@ -350,7 +359,13 @@ class RowGather:
 
     @cute.jit
     def score(
-        self, smem: Int32, source: TokenSource, tile: Int32, tiles: Int32, tQ: cute.Tensor, tS: cute.Tensor,
+        self,
+        smem: Int32,
+        source: TokenSource,
+        tile: Int32,
+        tiles: Int32,
+        tQ: cute.Tensor,
+        tS: cute.Tensor,
         tid: Int32,
     ):
         """S of this warp's entries of a tile; then its K rows are free for the tile k_stages on."""
@@ -375,9 +390,7 @@ class RowGather:
         for r in cutlass.range_constexpr(2):
             total = Float32(0.0)
             for w in cutlass.range_constexpr(0, self.warps, 4):
-                part = ops.load_shared_f32x4(
-                    smem + self.at["sums"] + ((lane // 4 + 8 * r) * self.warps + w) * 4
-                )
+                part = ops.load_shared_f32x4(smem + self.at["sums"] + ((lane // 4 + 8 * r) * self.warps + w) * 4)
                 total = total + ((part[0] + part[1]) + (part[2] + part[3]))
             tSum[r] = total
 

@@ -113,7 +113,13 @@ class Workspace:
 
 class SparseDecode(RowGather):
     def __init__(
-        self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int,
+        self,
+        head_dim: int,
+        dtype: str,
+        warps: int,
+        k_stages: int,
+        v_stages: int,
+        blocks_per_sm: int,
         max_splits: int,
     ):
         super().__init__(head_dim, dtype, warps, k_stages, v_stages, blocks_per_sm)
@@ -123,31 +129,109 @@ class SparseDecode(RowGather):
 
     @cute.jit
     def __call__(
-        self, q_ptr: cute.Pointer, k_pool_ptr: cute.Pointer, v_pool_ptr: cute.Pointer, k_page_table: cute.Pointer,
-        v_page_table: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, o_ptr: cute.Pointer,
-        lse_ptr: cute.Pointer, partial_o: cute.Pointer, partial_stats: cute.Pointer, split_counters: cute.Pointer,
-        query_len: Int32, num_kv_heads: Int32, group_size: Int32, num_flat_pages: Int32, max_pages_per_seq: Int32,
-        top_k: Int32, num_splits: Int32, q_stride_row: Int64, q_stride_head: Int64, o_stride_row: Int64,
-        o_stride_head: Int64, page_table_stride: Int64, page_stride: Int64, token_stride: Int64, head_stride: Int64,
-        indices_stride_row: Int64, attention_scale: Float32, stream: cuda.CUstream,
+        self,
+        q_ptr: cute.Pointer,
+        k_pool_ptr: cute.Pointer,
+        v_pool_ptr: cute.Pointer,
+        k_page_table: cute.Pointer,
+        v_page_table: cute.Pointer,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        partial_o: cute.Pointer,
+        partial_stats: cute.Pointer,
+        split_counters: cute.Pointer,
+        query_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        num_flat_pages: Int32,
+        max_pages_per_seq: Int32,
+        top_k: Int32,
+        num_splits: Int32,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        page_table_stride: Int64,
+        page_stride: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        indices_stride_row: Int64,
+        attention_scale: Float32,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            q_ptr, k_pool_ptr, v_pool_ptr, k_page_table, v_page_table, indices, context_lengths, o_ptr, lse_ptr,
-            partial_o, partial_stats, split_counters, query_len, num_kv_heads, group_size, num_flat_pages,
-            max_pages_per_seq, top_k, num_splits, q_stride_row, q_stride_head, o_stride_row, o_stride_head,
-            page_table_stride, page_stride, token_stride, head_stride, indices_stride_row, attention_scale,
-        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
-                 min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100)
+            q_ptr,
+            k_pool_ptr,
+            v_pool_ptr,
+            k_page_table,
+            v_page_table,
+            indices,
+            context_lengths,
+            o_ptr,
+            lse_ptr,
+            partial_o,
+            partial_stats,
+            split_counters,
+            query_len,
+            num_kv_heads,
+            group_size,
+            num_flat_pages,
+            max_pages_per_seq,
+            top_k,
+            num_splits,
+            q_stride_row,
+            q_stride_head,
+            o_stride_row,
+            o_stride_head,
+            page_table_stride,
+            page_stride,
+            token_stride,
+            head_stride,
+            indices_stride_row,
+            attention_scale,
+        ).launch(
+            grid=(1, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,
+        )
 
     @cute.kernel
     def kernel(
-        self, q_ptr: cute.Pointer, k_pool_ptr: cute.Pointer, v_pool_ptr: cute.Pointer, k_page_table: cute.Pointer,
-        v_page_table: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, o_ptr: cute.Pointer,
-        lse_ptr: cute.Pointer, partial_o: cute.Pointer, partial_stats: cute.Pointer, split_counters: cute.Pointer,
-        query_len: Int32, num_kv_heads: Int32, group_size: Int32, num_flat_pages: Int32, max_pages_per_seq: Int32,
-        top_k: Int32, num_splits: Int32, q_stride_row: Int64, q_stride_head: Int64, o_stride_row: Int64,
-        o_stride_head: Int64, page_table_stride: Int64, page_stride: Int64, token_stride: Int64, head_stride: Int64,
-        indices_stride_row: Int64, attention_scale: Float32,
+        self,
+        q_ptr: cute.Pointer,
+        k_pool_ptr: cute.Pointer,
+        v_pool_ptr: cute.Pointer,
+        k_page_table: cute.Pointer,
+        v_page_table: cute.Pointer,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        partial_o: cute.Pointer,
+        partial_stats: cute.Pointer,
+        split_counters: cute.Pointer,
+        query_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        num_flat_pages: Int32,
+        max_pages_per_seq: Int32,
+        top_k: Int32,
+        num_splits: Int32,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        page_table_stride: Int64,
+        page_stride: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        indices_stride_row: Int64,
+        attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         row, split, kv_head = cute.arch.block_idx()
@@ -165,9 +249,15 @@ class SparseDecode(RowGather):
         in_page = Int64(kv_head) * head_stride * 2
         table = Int64(sequence) * page_table_stride * 4
         source = PagedTokens(
-            k_pool_ptr.toint() + in_page, v_pool_ptr.toint() + in_page,
-            k_page_table.toint() + table, v_page_table.toint() + table, page_stride * 2, token_stride * 2,
-            ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4), num_flat_pages, max_pages_per_seq,
+            k_pool_ptr.toint() + in_page,
+            v_pool_ptr.toint() + in_page,
+            k_page_table.toint() + table,
+            v_page_table.toint() + table,
+            page_stride * 2,
+            token_stride * 2,
+            ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4),
+            num_flat_pages,
+            max_pages_per_seq,
         )
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
 
@@ -178,9 +268,7 @@ class SparseDecode(RowGather):
         lse = lse_ptr.toint()
         if lse != 0:
             lse = lse + Int64(unit) * group_size * 4
-        out = RowOutput(
-            o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2, o_stride_head * 2, lse
-        )
+        out = RowOutput(o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2, o_stride_head * 2, lse)
         work = Workspace(partial_o.toint(), partial_stats.toint(), split_counters.toint(), unit)
         self.finish(smem, out, work, share, tO, tMax, tSum, tid)
 
@@ -189,7 +277,14 @@ class SparseDecode(RowGather):
 
     @cute.jit
     def finish(
-        self, smem: Int32, out: RowOutput, work: Workspace, share: Share, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor,
+        self,
+        smem: Int32,
+        out: RowOutput,
+        work: Workspace,
+        share: Share,
+        tO: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
         tid: Int32,
     ):
         if share.num_splits == 1:

@@ -55,8 +55,15 @@ class SparseDecodeCluster(SparseDecode):
 
     @cute.jit
     def finish(
-        self, smem: Int32, out: RowOutput, work: Workspace, share: Share, tO: cute.Tensor, tMax: cute.Tensor,
-        tSum: cute.Tensor, tid: Int32,
+        self,
+        smem: Int32,
+        out: RowOutput,
+        work: Workspace,
+        share: Share,
+        tO: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        tid: Int32,
     ):
         if share.num_splits == 1:
             self.store_row(out, share.group, tO, tMax, tSum, tid)
@@ -75,7 +82,13 @@ class SparseDecodeCluster(SparseDecode):
 
     @cute.jit
     def send(
-        self, smem: Int32, share: Share, slots: Int32, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor,
+        self,
+        smem: Int32,
+        share: Share,
+        slots: Int32,
+        tO: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
         tid: Int32,
     ):
         """Every rank its groups of this block's O, and this block's maxima and sums."""
@@ -89,9 +102,7 @@ class SparseDecodeCluster(SparseDecode):
             group = (tid // 32) * (self.warp_cols // 8) + n
             slot = group // share.num_splits
             rank = group - slot * share.num_splits
-            got = [
-                cute.arch.shuffle_sync_bfly(tO[4 * n + i] if odd else tO[4 * n + 2 + i], offset=1) for i in range(2)
-            ]
+            got = [cute.arch.shuffle_sync_bfly(tO[4 * n + i] if odd else tO[4 * n + 2 + i], offset=1) for i in range(2)]
             if row < share.group:
                 quad = (
                     got[0] if odd else tO[4 * n],

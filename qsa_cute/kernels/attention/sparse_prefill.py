@@ -84,34 +84,106 @@ class DenseTokens(TokenSource):
 class SparsePrefill(RowGather):
     @cute.jit
     def __call__(
-        self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
-        lse_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
-        seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32, group_size: Int32, top_k: Int32,
-        q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
-        k_stride_batch: Int64, k_stride_row: Int64, k_stride_head: Int64,
-        v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64,
-        o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64,
-        indices_stride_batch: Int64, indices_stride_row: Int64, attention_scale: Float32, stream: cuda.CUstream,
+        self,
+        q_ptr: cute.Pointer,
+        k_ptr: cute.Pointer,
+        v_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        kv_seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        top_k: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        k_stride_batch: Int64,
+        k_stride_row: Int64,
+        k_stride_head: Int64,
+        v_stride_batch: Int64,
+        v_stride_row: Int64,
+        v_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        indices_stride_batch: Int64,
+        indices_stride_row: Int64,
+        attention_scale: Float32,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, indices, context_lengths, query_starts,
-            seq_len, kv_seq_len, num_kv_heads, group_size, top_k,
-            q_stride_batch, q_stride_row, q_stride_head, k_stride_batch, k_stride_row, k_stride_head,
-            v_stride_batch, v_stride_row, v_stride_head, o_stride_batch, o_stride_row, o_stride_head,
-            indices_stride_batch, indices_stride_row, attention_scale,
-        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
-                 min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100)
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            o_ptr,
+            lse_ptr,
+            indices,
+            context_lengths,
+            query_starts,
+            seq_len,
+            kv_seq_len,
+            num_kv_heads,
+            group_size,
+            top_k,
+            q_stride_batch,
+            q_stride_row,
+            q_stride_head,
+            k_stride_batch,
+            k_stride_row,
+            k_stride_head,
+            v_stride_batch,
+            v_stride_row,
+            v_stride_head,
+            o_stride_batch,
+            o_stride_row,
+            o_stride_head,
+            indices_stride_batch,
+            indices_stride_row,
+            attention_scale,
+        ).launch(
+            grid=(1, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,
+        )
 
     @cute.kernel
     def kernel(
-        self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
-        lse_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
-        seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32, group_size: Int32, top_k: Int32,
-        q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
-        k_stride_batch: Int64, k_stride_row: Int64, k_stride_head: Int64,
-        v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64,
-        o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64,
-        indices_stride_batch: Int64, indices_stride_row: Int64, attention_scale: Float32,
+        self,
+        q_ptr: cute.Pointer,
+        k_ptr: cute.Pointer,
+        v_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        kv_seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        top_k: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        k_stride_batch: Int64,
+        k_stride_row: Int64,
+        k_stride_head: Int64,
+        v_stride_batch: Int64,
+        v_stride_row: Int64,
+        v_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        indices_stride_batch: Int64,
+        indices_stride_row: Int64,
+        attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -128,7 +200,9 @@ class SparsePrefill(RowGather):
         source = DenseTokens(
             k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
             v_ptr.toint() + (Int64(batch) * v_stride_batch + Int64(kv_head) * v_stride_head) * 2,
-            k_stride_row * 2, v_stride_row * 2, cutlass.min(length, kv_seq_len),
+            k_stride_row * 2,
+            v_stride_row * 2,
+            cutlass.min(length, kv_seq_len),
         )
         ids = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row) * indices_stride_row) * 4
 
@@ -139,16 +213,26 @@ class SparsePrefill(RowGather):
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
         if start + row < length:
-            q = q_ptr.toint() + (
-                Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head
-            ) * 2
+            q = q_ptr.toint() + (Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head) * 2
             self.load_q(smem, q, q_stride_head * 2, group_size, tid)
-            self.attend(smem, source, ids, top_k, attention_scale * ops.LOG2_E, Share(Int32(0), Int32(1), group_size), tO, tMax, tSum, tid)
+            self.attend(
+                smem,
+                source,
+                ids,
+                top_k,
+                attention_scale * ops.LOG2_E,
+                Share(Int32(0), Int32(1), group_size),
+                tO,
+                tMax,
+                tSum,
+                tid,
+            )
         lse = lse_ptr.toint()
         if lse != 0:
             lse = lse + Int64(block // num_kv_heads) * (num_kv_heads * group_size * 4) + head * 4
         out = RowOutput(
             o_ptr.toint() + (Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head) * 2,
-            o_stride_head * 2, lse,
+            o_stride_head * 2,
+            lse,
         )
         self.store_row(out, group_size, tO, tMax, tSum, tid)

@@ -60,9 +60,7 @@ def pack_2(dtype: str, low: Float32, high: Float32) -> Int32:
 
 
 def load_global_i32(addr: Int64) -> Int32:
-    return cute.arch.inline_ptx(
-        "ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr]
-    )
+    return cute.arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
 
 
 def load_global_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
@@ -76,9 +74,7 @@ def load_global_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
 
 def load_global_f32(addr: Int64) -> Float32:
     """Coherent: reads what other blocks of this launch wrote."""
-    return cute.arch.inline_ptx(
-        "ld.global.cg.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr]
-    )
+    return cute.arch.inline_ptx("ld.global.cg.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
 
 
 def load_global_f32x4(addr: Int64) -> tuple:
@@ -107,15 +103,11 @@ def store_global_f32x2(addr: Int64, v0: Float32, v1: Float32) -> None:
 
 
 def store_global_f32x4(addr: Int64, v: tuple) -> None:
-    cute.arch.inline_ptx(
-        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v]
-    )
+    cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
 
 
 def load_shared_f32(addr: Int32) -> Float32:
-    return cute.arch.inline_ptx(
-        "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr]
-    )
+    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
 
 
 def load_shared_f32x2(addr: Int32) -> tuple:
