@@ -2,8 +2,8 @@
 
     O[b, r, h] = sum_i softmax_i(scale * Q[b, r, h] . K[b, id_i, h // G]) V[b, id_i, h // G],  id = indices[b, r]
 
-Grid: one block a (batch, row, KV head), KV head fastest so that both heads of a token are fetched together;
-flattened on x, which takes 2^31 - 1 blocks. The main loop and its roles: `row_gather.py`.
+Grid: one block a (batch, KV head, row), rows fastest, so that the blocks at work at one time share one head of K
+and V in the L2; flattened on x, which takes 2^31 - 1 blocks. The main loop and its roles: `row_gather.py`.
 
 Baked: head dim, type, warps, pipeline depth. Run-time: batch, lengths, heads, group size 1..16, top-k,
 strides, scale. No positional mask: causality lives in the list. An id counts when 0 <= id < the sequence's
@@ -187,9 +187,9 @@ class SparsePrefill(RowGather):
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        kv_head = block % num_kv_heads
-        row = (block // num_kv_heads) % seq_len
-        batch = block // num_kv_heads // seq_len
+        row = block % seq_len
+        kv_head = block // seq_len % num_kv_heads
+        batch = block // seq_len // num_kv_heads
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
 
         length = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
@@ -229,7 +229,7 @@ class SparsePrefill(RowGather):
             )
         lse = lse_ptr.toint()
         if lse != 0:
-            lse = lse + Int64(block // num_kv_heads) * (num_kv_heads * group_size * 4) + head * 4
+            lse = lse + ((Int64(batch) * seq_len + row) * num_kv_heads * group_size + head) * 4
         out = RowOutput(
             o_ptr.toint() + (Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head) * 2,
             o_stride_head * 2,
