@@ -15,9 +15,9 @@ import datetime
 import gc
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -26,6 +26,9 @@ from bench.cases import OURS, PROVIDER_NAMES, Case, registry, select
 from bench.report import Outcome
 from bench.results import Row, append
 from qsa_cute.errors import ArgumentError, QsaError
+
+if TYPE_CHECKING:
+    from bench.work import Work
 
 SECONDS, QUICK_SECONDS = 0.6, 0.1  # of rounds a case
 NO_DEVICE = 3
@@ -151,19 +154,22 @@ def _measure(outcome: Outcome, session: Session, providers: Sequence[str] | None
 
         timings = launch_costs()
     else:
-        timings = measure(_checked_launches(outcome, providers), seconds)
+        # The works stay alive while they are timed: their launches know addresses only.
+        works = _checked(outcome, providers)
+        timings = measure({name: work.launches for name, work in works.items()}, seconds)
+        del works
     for name, timing in timings.items():
         if not providers or name in providers:
             outcome.rows.append(session.row(case, name, timing.us, timing.iqr))
 
 
-def _checked_launches(outcome: Outcome, providers: Sequence[str] | None) -> dict[str, Sequence[Callable[[], object]]]:
+def _checked(outcome: Outcome, providers: Sequence[str] | None) -> dict[str, Work]:
     from bench.inputs import MAKERS
     from bench.providers import PROVIDERS
     from bench.work import UnavailableError, WrongResultError
 
     case = outcome.case
-    found: dict[str, Sequence[Callable[[], object]]] = {}
+    found: dict[str, Work] = {}
     given = MAKERS[case.family](case)
     for name, make in PROVIDERS[case.family].items():
         if providers and name not in providers:
@@ -171,7 +177,7 @@ def _checked_launches(outcome: Outcome, providers: Sequence[str] | None) -> dict
         try:
             work = make(case, given)
             outcome.errors[name] = work.check()
-            found[name] = work.launches
+            found[name] = work
         except UnavailableError as reason:
             outcome.notes.append(f"{name}: {reason}")
         except WrongResultError as error:
