@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS, INDEX_HEADS, PAGE_TOKENS
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr
 from qsa_cute.kernels.indexer.scores_ops import CHUNKS, ROW_BYTES, logit
 
@@ -48,6 +48,8 @@ UNIT = STEP * ROW_BYTES  # bytes of a ring slot
 
 
 class ScoresDecode:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str, rows: int, warps: int, stages: int):
         self.dtype, self.rows, self.warps, self.stages = dtype, rows, warps, stages
         self.threads = 32 * warps
@@ -73,6 +75,7 @@ class ScoresDecode:
         max_pages_per_seq: Int32, max_blocks: Int32, page_table_stride: Int64, page_stride: Int64,
         token_stride: Int64, tail_offset: Int64, logits_stride_row: Int64,
     ):
+        early.begin()
         share, sequence, _ = cute.arch.block_idx()
         shares, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -155,7 +158,8 @@ class ScoresDecode:
                 block = 2 * i + e
                 live = mapped and block < seen
                 dst = slot + (16 * (i % 2) + 8 * e + i // 2) * ROW_BYTES + (chunk ^ (i // 2)) * 16
-                ops.cp_async_16(dst, source + Int64(block if live else 0) * block_bytes, Int32(16) if live else Int32(0))
+                src = source + Int64(block if live else 0) * block_bytes
+                ops.cp_async_16(dst, src, Int32(16) if live else Int32(0))
         cute.arch.cp_async_commit_group()
 
     @cute.jit

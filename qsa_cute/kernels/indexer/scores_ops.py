@@ -15,10 +15,6 @@ ROW_BYTES = INDEX_HEAD_DIM * 2  # one head of one query row, or one block key
 CHUNKS = ROW_BYTES // 16
 
 
-def store_global_f32x2(addr: Int64, v0: Float32, v1: Float32) -> None:
-    cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
-
-
 @cute.jit
 def logit(s0: Float32, s1: Float32, s2: Float32, s3: Float32) -> Float32:
     """The heads' scores of one (row, block): ReLU each, summed in ascending head order, scaled after the sum."""

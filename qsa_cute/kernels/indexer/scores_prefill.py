@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr
 from qsa_cute.kernels.indexer.scores_ops import CHUNKS, MASKED, ROW_BYTES, RowTile, locate_rows, logit, q_rows
 
@@ -44,6 +44,8 @@ TILE = 64  # block keys a step
 
 
 class ScoresPrefill:
+    early_launch = early.SUPPORTED
+
     def __init__(self, head_dim: int, dtype: str):
         self.dtype = dtype
         self.rows = 32
@@ -75,6 +77,7 @@ class ScoresPrefill:
         row_start: Int32, num_rows: Int32, fill: Int32, q_stride_row: Int64, kbar_stride_batch: Int64,
         kbar_stride_block: Int64, logits_stride_row: Int64,
     ):
+        early.begin()
         tid, _, _ = cute.arch.thread_idx()
         index, split, _ = cute.arch.block_idx()
         _, splits, _ = cute.arch.grid_dim()

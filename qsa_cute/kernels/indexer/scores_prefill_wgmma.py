@@ -3,9 +3,9 @@
 Grid: (row tiles, column splits). A row tile is 64 rows a consumer warpgroup, whose 256 (row, head) pairs stay in
 shared memory as B of m64n256k16; 64-block tiles of keys are A and stream through a ring that all consumers read.
 One warp copies the keys (cp.async, since the order of rows is its own and pools are strided), the warpgroups copy
-their queries, multiply, and store straight from the accumulators: a thread holds all heads of two neighbouring blocks of 16 rows, a warp
-store covers 64 contiguous bytes of four rows. With one consumer two blocks share an SM and one's epilogue hides
-behind the other's products; with two, the warpgroups do that for each other.
+their queries, multiply, and store straight from the accumulators: a thread holds all heads of two neighbouring
+blocks of 16 rows, a warp store covers 64 contiguous bytes of four rows. With one consumer two blocks share an SM;
+with two, the warpgroups take turns at the tensor cores, and one stores while the other multiplies.
 
 Baked: type, consumer warpgroups, stages of the ring.
 """
@@ -18,8 +18,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
 from qsa_cute.geometry import INDEX_HEAD_DIM, INDEX_HEADS
-from qsa_cute.kernels.common import ops
-from qsa_cute.kernels.indexer.scores_ops import ROW_BYTES, RowTile, locate_rows, logit, q_rows, store_global_f32x2
+from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.indexer.scores_ops import ROW_BYTES, RowTile, locate_rows, logit, q_rows
 from qsa_cute.kernels.indexer.scores_prefill import PARAMS as PREFILL_PARAMS
 from qsa_cute.kernels.indexer.scores_prefill import TILE, ScoresPrefill
 
@@ -28,6 +28,8 @@ PARAMS = PREFILL_PARAMS
 GROUP_ROWS = 64  # rows a consumer warpgroup
 GROUP_COLUMNS = GROUP_ROWS * INDEX_HEADS
 HALF = 128  # bytes of a row in one swizzled half of an operand
+TURN = 4  # named barriers of the groups' turns
+LAST = 2  # k steps of a tile that are not complete when the turn is passed on
 PRODUCER = 32  # threads that copy keys: one warp leaves 200 registers a thread with two blocks an SM
 
 
@@ -51,6 +53,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
         row_start: Int32, num_rows: Int32, fill: Int32, q_stride_row: Int64, kbar_stride_batch: Int64,
         kbar_stride_block: Int64, logits_stride_row: Int64,
     ):
+        early.begin()
         tid, _, _ = cute.arch.thread_idx()
         index, split, _ = cute.arch.block_idx()
         _, splits, _ = cute.arch.grid_dim()
@@ -174,11 +177,14 @@ class ScoresPrefillWgmma(ScoresPrefill):
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+        if cutlass.const_expr(self.groups == 2):
+            if group == 1:
+                self.pass_turn(Int32(0))
         slot = Int32(0)
         phase = Int32(0)
         for i in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(full + slot, phase)
-            self.multiply(mma, tS, tK[None, None, None, slot], tQ[None, None, None, group])
+            self.multiply(mma, tS, tK[None, None, None, slot], tQ[None, None, None, group], group, i + 1 < steps)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + slot)
             self.store(tS, tile, group * GROUP_ROWS, begin + i * TILE, fill, tid % 128)
@@ -188,14 +194,32 @@ class ScoresPrefillWgmma(ScoresPrefill):
                 phase = phase ^ 1
 
     @cute.jit
-    def multiply(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+    def pass_turn(self, group: Int32):
+        cute.arch.barrier_arrive(barrier_id=TURN + group, number_of_threads=256)
+
+    @cute.jit
+    def multiply(
+        self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, group: Int32, more: cutlass.Boolean
+    ):
+        """The products of a tile. Two groups take turns, so that one multiplies while the other stores: left alone
+        they would share the tensor cores, finish together and store together. The turn is passed on shortly before
+        the products are complete."""
+        steps = cute.size(a.shape[2])
+        if cutlass.const_expr(self.groups == 2):
+            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        for k in cutlass.range_constexpr(steps):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
+            if cutlass.const_expr(self.groups == 2 and k == steps - LAST - 1):
+                warpgroup.commit_group()
         warpgroup.commit_group()
+        if cutlass.const_expr(self.groups == 2):
+            warpgroup.wait_group(1)
+            if group == 0 or more:
+                self.pass_turn(1 - group)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -212,7 +236,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
             step = tile.stride * 4
             for j in cutlass.range_constexpr(GROUP_ROWS // 4):
                 v = self.pair(S, j)
-                store_global_f32x2(at, v[0], v[1])
+                ops.store_global_f32x2(at, v[0], v[1])
                 at = at + step
 
     @cute.jit

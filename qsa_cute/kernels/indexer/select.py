@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from qsa_cute.geometry import BLOCK_TOKENS, INDEX_WIDTH, TOP_BLOCKS
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr
 from qsa_cute.kernels.indexer import select_ops as so
 
@@ -61,6 +61,7 @@ NONE = 0xFFFFFFFF
 
 
 class Select:
+    early_launch = early.SUPPORTED
     space = "shared"  # where the list and the first histogram are
 
     def __init__(self, head_dim: int, dtype: str, threads: int, held: int):
@@ -77,7 +78,7 @@ class Select:
         self.result = self.words + 32  # one number
         self.extremes = self.result + 32  # [rank][warp] (min, max)
         self.smem_bytes = self.extremes + 8 * self.warps * self.max_ranks()
-        self.min_blocks = max(1, min(65536 // (threads * (32 + held)), 227 * 1024 // (self.smem_bytes + 1024)))
+        self.min_blocks = max(1, min(65536 // (threads * (40 + held)), 227 * 1024 // (self.smem_bytes + 1024)))
 
     def max_ranks(self) -> int:
         return 1
@@ -108,7 +109,11 @@ class Select:
         row, rank, _ = cute.arch.block_idx()
         _, ranks, _ = cute.arch.grid_dim()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
-        sequence = (row_start + row) // seq_len
+        self.prepare(smem, tid)
+        early.begin()
+        sequence = row_start + row
+        if seq_len > 1:  # the division is worth a branch: everything waits for it
+            sequence = sequence // seq_len
         length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
         start = ops.load_global_i32_if(
             Int32(query_starts.toint() != 0), query_starts.toint() + Int64(sequence) * 4, Int32(0)
@@ -127,6 +132,7 @@ class Select:
             for i in cutlass.range(tid, num_kv_heads, self.threads, unroll=1):
                 ops.store_global_i32(counters + (Int64(row) * num_kv_heads + i) * 4, Int32(0))
         if visible <= TOP_BLOCKS:
+            self.leave()
             if rank == 0:
                 for i in cutlass.range(tid, visible, self.threads, unroll=1):
                     so.store_i32(smem + self.chosen + i * 4, i)
@@ -134,7 +140,6 @@ class Select:
                 self.output(smem, out, visible, seen, expand, tid)
         else:
             logits = logits_ptr.toint() + Int64(row) * logits_stride_row * 4
-            self.prepare(smem, tid)
             found = self.collect(smem, logits, visible, rank, ranks, tid)
             if rank == 0:
                 self.finish(smem, logits, visible, found, ranked, tid)
@@ -182,7 +187,7 @@ class Select:
             for e in cutlass.range_constexpr(4):
                 tV[4 * i + e] = v[e]
 
-        low, high, bound = self.find_bound(smem, tV, rank, ranks, tid)
+        high, bound = self.find_bound(smem, tV, visible, rank, ranks, tid)
         limit = so.key_value(bound)
         tI = cute.make_rmem_tensor((self.held,), Int32)
         for i in cutlass.range_constexpr(self.held // 4):
@@ -202,15 +207,20 @@ class Select:
         origin: Int32, limit: Float32,
     ):
         """The chunks that are not in registers, four at a time."""
-        rest = mine - (mine + stride - 1) // stride
         tV = cute.make_rmem_tensor((16,), Float32)
         tI = cute.make_rmem_tensor((16,), Int32)
         top = Uint32(0)
-        for q0 in cutlass.range(0, rest, 4, unroll=1):
+        chunk = Int32(0)
+        passed = Int32(0)
+        while chunk < mine:
             for i in cutlass.range_constexpr(4):
-                q = q0 + i
-                first = ((q + q // (stride - 1) + 1) * ranks + rank) * self.chunk + origin
-                if q >= rest:
+                chunk = chunk + 1
+                passed = passed + 1
+                if passed == stride:  # this one is in registers
+                    chunk = chunk + 1
+                    passed = Int32(1)
+                first = (chunk * ranks + rank) * self.chunk + origin
+                if chunk >= mine:
                     first = visible
                 v = self.read_4(logits, first, visible)
                 for e in cutlass.range_constexpr(4):
@@ -220,16 +230,16 @@ class Select:
             for i in cutlass.range_constexpr(1, 16):
                 highest = cute.arch.fmax(highest, tV[i])
             key = so.order_key(highest)
-            top = cutlass.max(top, key)
+            top = so.largest(top, key)
             self.append(smem, tV, tI, 16, limit)
         top = cute.arch.warp_redux_sync(top, "umax")
         if cute.arch.lane_idx() == 0:
             so.atomic_max(self.at_root(smem + self.words + 20), top, self.space)
 
     @cute.jit
-    def find_bound(self, smem: Int32, tV: cute.Tensor, rank: Int32, ranks: Int32, tid: Int32):
-        """Lowest and highest key of the groups' maxima, and the key of a value that at least 512 groups reach
-        (-inf where there are fewer groups)."""
+    def find_bound(self, smem: Int32, tV: cute.Tensor, visible: Int32, rank: Int32, ranks: Int32, tid: Int32):
+        """The highest key of the groups' maxima, and the key of a value that at least 512 groups reach
+        (-inf where there are fewer groups); fewer groups of a long row, so that some 2048 elements reach it."""
         groups = GROUPS // self.threads
         tG = cute.make_rmem_tensor((groups,), Uint32)
         low = Uint32(NONE)
@@ -243,18 +253,19 @@ class Select:
                         top = cute.arch.fmax(top, tV[4 * i + g * size + e])
             key = so.order_key(top)
             tG[g] = key
-            high = cutlass.max(high, key)
-            low = cutlass.min(low, key if key != 0 else Uint32(NONE))
+            high = so.largest(high, key)
+            low = so.least(low, key - 1)  # no value's key, 0, becomes the highest
         low = cute.arch.warp_redux_sync(low, "umin")
         high = cute.arch.warp_redux_sync(high, "umax")
         self.share_extremes(smem, low, high, rank, ranks, tid)
         low = Uint32(NONE)
         high = Uint32(0)
         for i in cutlass.range(tid % 32, ranks * self.warps, 32, unroll=1):
-            low = cutlass.min(low, so.load_u32(smem + self.extremes + i * 8))
-            high = cutlass.max(high, so.load_u32(smem + self.extremes + i * 8 + 4))
+            low = so.least(low, so.load_u32(smem + self.extremes + i * 8))
+            high = so.largest(high, so.load_u32(smem + self.extremes + i * 8 + 4))
         low = cute.arch.warp_redux_sync(low, "umin")
         high = cute.arch.warp_redux_sync(high, "umax")
+        low = low + 1  # 0 when there is no value at all
 
         width = Int32(0)
         if high > low:
@@ -264,12 +275,13 @@ class Select:
             if tG[g] != 0:
                 so.count_one(root + Int32((tG[g] - low) >> Uint32(width)) * 4, self.space)
         self.sync_all()
-        self.scan(smem, root, self.space, Int32(TOP_BLOCKS), tid)
+        need = cutlass.min(self.held * self.threads * (4 * TOP_BLOCKS) * ranks // visible, Int32(TOP_BLOCKS))
+        self.scan(smem, root, self.space, cutlass.max(need, Int32(1)), tid)
         place = so.load_i32(smem + self.words)
         bound = Uint32(0x007FFFFF)  # -inf
         if place >= 0:
             bound = low + (Uint32(place) << Uint32(width))
-        return low, high, bound
+        return high, bound
 
     @cute.jit
     def append(self, smem: Int32, tV: cute.Tensor, tI: cute.Tensor, n: cutlass.Constexpr[int], limit: Float32):
@@ -307,6 +319,10 @@ class Select:
     @cute.jit
     def sync_all(self):
         cute.arch.sync_threads()
+
+    @cute.jit
+    def leave(self):
+        """Instead of `collect`."""
 
     @cute.jit
     def share_extremes(self, smem: Int32, low: Uint32, high: Uint32, rank: Int32, ranks: Int32, tid: Int32):
@@ -354,13 +370,14 @@ class Select:
         the second histogram zero."""
         need = Int32(TOP_BLOCKS)
         width = cutlass.max(64 - Int32(cute.arch.clz(high - low)) - BITS, Int32(0))
+        limit = Uint64(BINS)  # places of the range that is left
         done = Int32(0)
         while done == 0:
             hist = smem + self.hist_b
             for i in cutlass.range(tid, length, self.threads, unroll=1):
                 number = so.load_u64(smem + i * 8)
                 place = (number - low) >> Uint64(width)
-                if number >= low and place < BINS:
+                if number >= low and place < limit:
                     so.count_one(hist + Int32(place) * 4, "shared")
             cute.arch.sync_threads()
             self.scan(smem, hist, "shared", need, tid)
@@ -374,6 +391,7 @@ class Select:
             elif inside <= FEW:
                 low = self.rank_few(smem, length, low, width, need, inside, tid)
                 done = Int32(1)
+            limit = Uint64(1) << Uint64(cutlass.min(width, Int32(BITS)))
             width = cutlass.max(width - BITS, Int32(0))
             cute.arch.sync_threads()
         return low

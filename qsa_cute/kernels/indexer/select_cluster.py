@@ -7,7 +7,6 @@ shared memory; block 0 then finishes alone. Few rows are latency, not traffic: w
 Grid: (rows, ranks), in clusters of (1, ranks, 1), ranks 1 to 8.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
@@ -37,6 +36,10 @@ class SelectCluster(Select):
     @cute.jit
     def sync_all(self):
         cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def leave(self):
         cute.arch.cluster_wait()
 
     @cute.jit

@@ -38,6 +38,19 @@ def order_key(value: Float32) -> Uint32:
     )
 
 
+def least(a: Uint32, b: Uint32) -> Uint32:
+    """Of unsigned numbers; `cutlass.min` compares results of inline PTX as signed ones."""
+    return cute.arch.inline_ptx(
+        "min.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
+def largest(a: Uint32, b: Uint32) -> Uint32:
+    return cute.arch.inline_ptx(
+        "max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
 def key_value(key: Uint32) -> Float32:
     """The float whose `order_key` is `key`."""
     return cute.arch.inline_ptx(
@@ -52,7 +65,8 @@ def push_if(value: Float32, bound: Float32, index: Int32, addr: Int32, end: Int3
     """When value >= bound: append (value, index) at `addr` unless that is at or past `end`. The next address."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p, q; setp.ge.f32 p, {$r0}, {$r1}; setp.lt.and.u32 q, {$r3}, {$r4}, p; "
-        f"@q st.{space}.v2.b32 [{{$r3}}], {{{{$r0}}, {{$r2}}}}; mov.b32 {{$w0}}, {{$r3}}; @p add.s32 {{$w0}}, {{$w0}}, 8; }}",
+        f"@q st.{space}.v2.b32 [{{$r3}}], {{{{$r0}}, {{$r2}}}}; "
+        "mov.b32 {$w0}, {$r3}; @p add.s32 {$w0}, {$w0}, 8; }",
         write_only_types=[Int32],
         read_only_args=[value, bound, index, addr, end],
     )
