@@ -181,12 +181,22 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             _indexer(
                 "scores_decode",
                 "scores_decode:ScoresDecode",
-                {"rows": 4, "warps": 4, "stages": 2},
+                {"rows": 4, "warps": 1, "stages": 2},
+                {"rows": 4, "warps": 2, "stages": 2},
                 {"rows": 8, "warps": 4, "stages": 2},
                 tensor_core="HMMA",
             ),
-            _indexer("select", "select:Select", {"threads": 512, "held": 16}),
-            _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 16}, sms=("sm_90a",)),
+            _indexer(
+                "select",
+                "select:Select",
+                {"threads": 256, "held": 8},
+                {"threads": 256, "held": 16},
+                {"threads": 256, "held": 32},
+                {"threads": 512, "held": 8},
+                {"threads": 512, "held": 32},
+                {"threads": 1024, "held": 8},
+            ),
+            _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 8}, sms=("sm_90a",)),
         )
     }
 )

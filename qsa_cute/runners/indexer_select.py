@@ -7,6 +7,7 @@ block id, NaN lowest, -0 equal to +0.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,18 +27,43 @@ from qsa_cute.runners.indexer_launch import (
 )
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
 from qsa_cute.runtime import Loader, default_loader
+from qsa_cute.variants import KERNELS
 
 MAX_QUERY_LEN = 8  # new tokens a sequence that one decode step takes
 MAX_GRID_YZ = 65535
 SM90 = (9, 0)  # the compute capability that sm_90a kernels run on
 
+MMA_ROWS = 32  # rows of a tile of the scores, by mma.sync
+WGMMA_ROWS = 64 * KERNELS["scores_prefill_wgmma"].tuning[0].baked["groups"]  # and by wgmma: 64 a consumer warpgroup
+
 # Grids, measured on an H200 (docs/lab-indexer.md).
 PREFILL_SPLITS = 4  # column splits of a row tile
 PREFILL_TARGET = 128  # thread blocks that a launch should at least have
-DECODE_SHARES = (128, 16)  # of a sequence's columns: with one sequence, and at least with many
-DECODE_STEP = 4 * geometry.PAGE_TOKENS // geometry.BLOCK_TOKENS  # blocks that a thread block scores at once
-# Selection shares a row among the blocks of a cluster where rows are few and long: (rows up to, blocks from, cluster).
-CLUSTERS = ((16, 8192, 8), (64, 16384, 4), (64, 4096, 2))
+# Decode scores: (query rows baked, sequences up to, warps a thread block, shares of a sequence's columns up to). One
+# sequence is a chain of latencies, so it is spread thin; many are memory-bound: two pages at once a thread block.
+DECODE = ((4, 1, 1, 256), (4, MAX_GRID_YZ, 2, 128), (8, 1, 4, 128), (8, MAX_GRID_YZ, 4, 64))
+DECODE_BLOCKS = 4096  # thread blocks from which on more shares only cost
+DECODE_LEAST = 16  # shares all the same: lengths differ
+PAGE_BLOCKS = geometry.PAGE_TOKENS // geometry.BLOCK_TOKENS  # blocks that a warp scores at once
+
+# Selection: (rows up to, blocks up to, threads, elements a thread holds, thread blocks that share a row); the first
+# that fits is taken, one with a cluster on SM90 only. A few rows are latency: the row in registers, a wide block. Many
+# are throughput: the fewest threads that hold most of the row, so that several rows share an SM.
+ANY = checks.INT32_MAX
+SELECTION = (
+    (128, 4096, 512, 8, 1),
+    (128, 16384, 512, 32, 1),
+    (8, ANY, 512, 8, 4),
+    (16, ANY, 512, 8, 2),
+    (128, ANY, 1024, 8, 1),
+    (ANY, 2048, 256, 8, 1),
+    (ANY, 4096, 256, 16, 1),
+    (ANY, 16384, 256, 32, 1),
+    (ANY, ANY, 256, 16, 1),
+)
+CLUSTER = {"threads": 512, "held": 8}  # the baked constants of the selection by clusters
+
+Baked = tuple[tuple[str, int], ...]
 
 _capabilities: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -68,8 +94,8 @@ class Scores(Launch):
 
     KERNEL: ClassVar[str] = "scores_prefill"
     TILES: ClassVar[dict[str, tuple[str, int]]] = {
-        "mma": ("scores_prefill", 32),
-        "wgmma": ("scores_prefill_wgmma", 128),
+        "mma": ("scores_prefill", MMA_ROWS),
+        "wgmma": ("scores_prefill_wgmma", WGMMA_ROWS),
     }
 
     logits_ptr: int
@@ -160,7 +186,7 @@ class ScoresDecode(PoolLaunch):
     max_blocks: int
     query_len: int = 1
     logits_stride_row: int | None = None
-    _baked: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
+    _baked: Baked = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pool_state is None:
@@ -171,8 +197,7 @@ class ScoresDecode(PoolLaunch):
         blocks = checks.integer("max_blocks", self.max_blocks, 0)
         launches = self.batch_size > 0 and blocks > 0
         checked: dict[str, Any] = dict(addresses(self, launches, logits_ptr=16, q_normed_ptr=16, context_lengths=4))
-        alone, least = DECODE_SHARES
-        shares = min(max(least, alone // max(1, self.batch_size)), -(-blocks // DECODE_STEP))
+        baked, shares = decode_choice(query_len, self.batch_size, blocks)
         checked |= {
             "query_len": query_len,
             "max_blocks": blocks,
@@ -180,7 +205,7 @@ class ScoresDecode(PoolLaunch):
             "grid": (shares, self.batch_size, 1) if launches else 0,
         }
         settle(self, checked)
-        object.__setattr__(self, "_baked", (("rows", decode_rows(query_len)),))
+        object.__setattr__(self, "_baked", baked)
         rows = self.batch_size * query_len
         out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)
         checks.disjoint([out], [checks.extent("q_normed", self.q_normed_ptr, (), rows * QUERY_COLUMNS, 2)])
@@ -191,9 +216,11 @@ class ScoresDecode(PoolLaunch):
             kernel.launch(self, self.grid, self.stream)
 
 
-def decode_rows(query_len: int) -> int:
-    """The registers of query rows that the decode scores are built with."""
-    return 4 if query_len <= 4 else MAX_QUERY_LEN
+def decode_choice(query_len: int, batch: int, blocks: int) -> tuple[Baked, int]:
+    """(baked constants, shares of a sequence's columns) of the decode scores."""
+    rows, _, warps, most = next(entry for entry in DECODE if query_len <= entry[0] and batch <= entry[1])
+    shares = min(most, max(DECODE_LEAST, DECODE_BLOCKS // max(1, batch)), -(-blocks // (PAGE_BLOCKS * warps)))
+    return (("rows", rows), ("warps", warps)), shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,34 +292,48 @@ class Select(Launch):
         if not self.grid:
             return
         loader, rows = default_loader(), self.num_rows or 0
-        ranks = self.cluster
-        if ranks is None:
-            ranks = select_cluster(rows, self.num_blocks) if capability(loader, self.device) == SM90 else 1
-        if ranks > 1 and rows <= checks.INT32_MAX // ranks:
-            kernel: Any = loader.peek(wanted("select_cluster", dtype), self.device, self.stream)
+        baked, ranks = selection_choice(rows, self.num_blocks, capability(loader, self.device) == SM90, self.cluster)
+        if ranks == 1:
+            kernel: Any = loader.peek(wanted(self.KERNEL, dtype, baked), self.device, self.stream)
+            kernel.launch(self, rows, self.stream)
+        else:
+            kernel = loader.peek(wanted("select_cluster", dtype, baked), self.device, self.stream)
             kernel.launch(self, (rows, ranks, 1), self.stream, (1, ranks, 1))
-            return
-        kernel = loader.peek(wanted(self.KERNEL, dtype), self.device, self.stream)
-        kernel.launch(self, rows, self.stream)
 
 
-def select_cluster(rows: int, blocks: int) -> int:
-    """Thread blocks that share a row's selection."""
-    for most_rows, least_blocks, ranks in CLUSTERS:
-        if rows <= most_rows and blocks >= least_blocks:
-            return ranks
-    return 1
+@functools.cache
+def selection_choice(rows: int, blocks: int, clusters: bool, ranks: int | None = None) -> tuple[Baked, int]:
+    """(baked constants, thread blocks that share a row), 1 where there are no clusters.
+
+    Args:
+        ranks: asked for; None leaves it to the table.
+    """
+    if ranks is not None and ranks > 1 and rows <= checks.INT32_MAX // ranks:
+        return tuple(CLUSTER.items()), ranks
+    for most_rows, most_blocks, threads, held, shared in SELECTION:
+        taken = shared == 1 or (clusters and ranks is None)
+        if taken and rows <= most_rows and blocks <= most_blocks:
+            return (("threads", threads), ("held", held)), shared
+    raise AssertionError("the last entry takes any shape")
 
 
-def prefill_kernels(sm90: bool) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+def _selection_kernels(sm90: bool) -> list[tuple[str, Baked]]:
+    alone = dict.fromkeys(
+        (("threads", threads), ("held", held)) for _, _, threads, held, ranks in SELECTION if ranks == 1
+    )
+    found: list[tuple[str, Baked]] = [("select", baked) for baked in alone]
+    return found + [("select_cluster", tuple(CLUSTER.items()))] * sm90
+
+
+def prefill_kernels(sm90: bool) -> list[tuple[str, Baked]]:
     """(kernel, baked) of what the launches of a prefill may run."""
     scores = "wgmma" if sm90 else "mma"
-    names = ["index_prepare", "index_compress", "index_tail_write", Scores.TILES[scores][0], "select"]
-    return [(name, ()) for name in names + ["select_cluster"] * sm90]
+    names = ("index_prepare", "index_compress", "index_tail_write", Scores.TILES[scores][0])
+    return [(name, ()) for name in names] + _selection_kernels(sm90)
 
 
-def decode_kernels(sm90: bool) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+def decode_kernels(sm90: bool) -> list[tuple[str, Baked]]:
     """(kernel, baked) of what the launches of a decode step may run."""
-    found: list[tuple[str, tuple[tuple[str, int], ...]]] = [("index_pre_decode", ()), ("select", ())]
-    found += [("scores_decode", (("rows", rows),)) for rows in (4, MAX_QUERY_LEN)]
-    return found + [("select_cluster", ())] * sm90
+    scores = dict.fromkeys((("rows", rows), ("warps", warps)) for rows, _, warps, _ in DECODE)
+    found: list[tuple[str, Baked]] = [("index_pre_decode", ()), *(("scores_decode", baked) for baked in scores)]
+    return found + _selection_kernels(sm90)

@@ -133,7 +133,7 @@ class TestGrids:
         assert selects.score_grid(128, 128, 0, 128, 100) == (1, 2, 1)
         assert selects.score_grid(128, 4096, 0, 4096, 8192) == (32, 4, 1)
 
-    @pytest.mark.parametrize(("batch", "shares"), [(1, 128), (2, 64), (16, 16), (500, 16)])
+    @pytest.mark.parametrize(("batch", "shares"), [(1, 256), (2, 128), (64, 64), (500, 16)])
     def test_decode_shares(self, batch, shares):
         launch = selects.ScoresDecode(
             logits_ptr=LOGITS,

@@ -29,7 +29,7 @@ GROUP_ROWS = 64  # rows a consumer warpgroup
 GROUP_COLUMNS = GROUP_ROWS * INDEX_HEADS
 HALF = 128  # bytes of a row in one swizzled half of an operand
 TURN = 4  # named barriers of the groups' turns
-LAST = 2  # k steps of a tile that are not complete when the turn is passed on
+LAST = 4  # k steps of a tile that are not complete when the turn is passed on: a half; 1 and 2 were no faster
 PRODUCER = 32  # threads that copy keys: one warp leaves 200 registers a thread with two blocks an SM
 
 
