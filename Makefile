@@ -38,9 +38,9 @@ gpu-test:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu --evidence $(EVIDENCE)
 
 gpu-sanitize:
-	for tool in memcheck racecheck synccheck initcheck; do \
-	  PYTHONPATH=. compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) tests/gpu/sanitize.py || exit 1; \
-	done
+	for tool in memcheck racecheck synccheck initcheck; do for script in sanitize sanitize_indexer; do \
+	  PYTHONPATH=. compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) tests/gpu/$$script.py || exit 1; \
+	done; done
 
 bench:
 	PYTHONPATH=. $(GPU_PYTHON) -m bench.run --all --append bench/results/h200.jsonl

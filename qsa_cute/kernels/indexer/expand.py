@@ -38,19 +38,38 @@ class Expand:
 
     @cute.jit
     def __call__(
-        self, out_idx_ptr: cute.Pointer, sorted_ids_ptr: cute.Pointer, context_lengths: cute.Pointer,
-        query_starts: cute.Pointer, seq_len: Int32, row_start: Int32, out_stride_row: Int64,
-        sorted_stride_row: Int64, stream: cuda.CUstream,
+        self,
+        out_idx_ptr: cute.Pointer,
+        sorted_ids_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        row_start: Int32,
+        out_stride_row: Int64,
+        sorted_stride_row: Int64,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            out_idx_ptr, sorted_ids_ptr, context_lengths, query_starts, seq_len, row_start, out_stride_row,
+            out_idx_ptr,
+            sorted_ids_ptr,
+            context_lengths,
+            query_starts,
+            seq_len,
+            row_start,
+            out_stride_row,
             sorted_stride_row,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
 
     @cute.kernel
     def kernel(
-        self, out_idx_ptr: cute.Pointer, sorted_ids_ptr: cute.Pointer, context_lengths: cute.Pointer,
-        query_starts: cute.Pointer, seq_len: Int32, row_start: Int32, out_stride_row: Int64,
+        self,
+        out_idx_ptr: cute.Pointer,
+        sorted_ids_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        row_start: Int32,
+        out_stride_row: Int64,
         sorted_stride_row: Int64,
     ):
         early.begin()

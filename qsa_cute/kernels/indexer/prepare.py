@@ -43,21 +43,50 @@ class Prepare:
 
     @cute.jit
     def __call__(
-        self, q_normed_ptr: cute.Pointer, index_qk_ptr: cute.Pointer, cos_sin_ptr: cute.Pointer,
-        context_lengths: cute.Pointer, query_starts: cute.Pointer, w_q_ptr: cute.Pointer, seq_len: Int32,
-        max_positions: Int32, index_stride_batch: Int64, index_stride_row: Int64, q_normed_stride_row: Int64,
-        rms_eps: Float32, stream: cuda.CUstream,
+        self,
+        q_normed_ptr: cute.Pointer,
+        index_qk_ptr: cute.Pointer,
+        cos_sin_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        w_q_ptr: cute.Pointer,
+        seq_len: Int32,
+        max_positions: Int32,
+        index_stride_batch: Int64,
+        index_stride_row: Int64,
+        q_normed_stride_row: Int64,
+        rms_eps: Float32,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            q_normed_ptr, index_qk_ptr, cos_sin_ptr, context_lengths, query_starts, w_q_ptr, seq_len, max_positions,
-            index_stride_batch, index_stride_row, q_normed_stride_row, rms_eps,
+            q_normed_ptr,
+            index_qk_ptr,
+            cos_sin_ptr,
+            context_lengths,
+            query_starts,
+            w_q_ptr,
+            seq_len,
+            max_positions,
+            index_stride_batch,
+            index_stride_row,
+            q_normed_stride_row,
+            rms_eps,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
 
     @cute.kernel
     def kernel(
-        self, q_normed_ptr: cute.Pointer, index_qk_ptr: cute.Pointer, cos_sin_ptr: cute.Pointer,
-        context_lengths: cute.Pointer, query_starts: cute.Pointer, w_q_ptr: cute.Pointer, seq_len: Int32,
-        max_positions: Int32, index_stride_batch: Int64, index_stride_row: Int64, q_normed_stride_row: Int64,
+        self,
+        q_normed_ptr: cute.Pointer,
+        index_qk_ptr: cute.Pointer,
+        cos_sin_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        w_q_ptr: cute.Pointer,
+        seq_len: Int32,
+        max_positions: Int32,
+        index_stride_batch: Int64,
+        index_stride_row: Int64,
+        q_normed_stride_row: Int64,
         rms_eps: Float32,
     ):
         early.begin()

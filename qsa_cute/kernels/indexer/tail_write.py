@@ -44,23 +44,57 @@ class TailWrite:
 
     @cute.jit
     def __call__(
-        self, index_qk_ptr: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
-        pool_ptr: cute.Pointer, k_page_table: cute.Pointer, seq_len: Int32, num_flat_pages: Int32,
-        max_pages_per_seq: Int32, index_stride_batch: Int64, index_stride_row: Int64, page_table_stride: Int64,
-        page_stride: Int64, token_stride: Int64, tail_offset: Int64, stream: cuda.CUstream,
+        self,
+        index_qk_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        pool_ptr: cute.Pointer,
+        k_page_table: cute.Pointer,
+        seq_len: Int32,
+        num_flat_pages: Int32,
+        max_pages_per_seq: Int32,
+        index_stride_batch: Int64,
+        index_stride_row: Int64,
+        page_table_stride: Int64,
+        page_stride: Int64,
+        token_stride: Int64,
+        tail_offset: Int64,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            index_qk_ptr, context_lengths, query_starts, pool_ptr, k_page_table, seq_len, num_flat_pages,
-            max_pages_per_seq, index_stride_batch, index_stride_row, page_table_stride, page_stride, token_stride,
+            index_qk_ptr,
+            context_lengths,
+            query_starts,
+            pool_ptr,
+            k_page_table,
+            seq_len,
+            num_flat_pages,
+            max_pages_per_seq,
+            index_stride_batch,
+            index_stride_row,
+            page_table_stride,
+            page_stride,
+            token_stride,
             tail_offset,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
 
     @cute.kernel
     def kernel(
-        self, index_qk_ptr: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
-        pool_ptr: cute.Pointer, k_page_table: cute.Pointer, seq_len: Int32, num_flat_pages: Int32,
-        max_pages_per_seq: Int32, index_stride_batch: Int64, index_stride_row: Int64, page_table_stride: Int64,
-        page_stride: Int64, token_stride: Int64, tail_offset: Int64,
+        self,
+        index_qk_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        pool_ptr: cute.Pointer,
+        k_page_table: cute.Pointer,
+        seq_len: Int32,
+        num_flat_pages: Int32,
+        max_pages_per_seq: Int32,
+        index_stride_batch: Int64,
+        index_stride_row: Int64,
+        page_table_stride: Int64,
+        page_stride: Int64,
+        token_stride: Int64,
+        tail_offset: Int64,
     ):
         early.begin()
         sequence, _, _ = cute.arch.block_idx()
@@ -70,8 +104,16 @@ class TailWrite:
         start = ops.load_global_i32_if(Int32(starts != 0), starts + Int64(sequence) * 4, Int32(0))
         token = length // BLOCK_TOKENS * BLOCK_TOKENS + cute.arch.warp_idx()
         tails = tails_of(
-            sequence, lane_bytes, k_page_table, pool_ptr, num_flat_pages, max_pages_per_seq, page_table_stride,
-            page_stride, token_stride, tail_offset,
+            sequence,
+            lane_bytes,
+            k_page_table,
+            pool_ptr,
+            num_flat_pages,
+            max_pages_per_seq,
+            page_table_stride,
+            page_stride,
+            token_stride,
+            tail_offset,
         )
         if token < length and token >= start and token - start < seq_len:
             page = tails.page(token)

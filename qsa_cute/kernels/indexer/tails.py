@@ -44,14 +44,25 @@ class Tails:
 
 
 def tails_of(
-    sequence: Int32, lane_bytes: Int32, page_table: cute.Pointer, pool_ptr: cute.Pointer, num_flat_pages: Int32,
-    max_pages_per_seq: Int32, page_table_stride: Int64, page_stride: Int64, token_stride: Int64, tail_offset: Int64,
+    sequence: Int32,
+    lane_bytes: Int32,
+    page_table: cute.Pointer,
+    pool_ptr: cute.Pointer,
+    num_flat_pages: Int32,
+    max_pages_per_seq: Int32,
+    page_table_stride: Int64,
+    page_stride: Int64,
+    token_stride: Int64,
+    tail_offset: Int64,
 ) -> Tails:
     """One plane's tails of a sequence, from kernel parameters; without a pool, max_pages_per_seq is 0."""
     return Tails(
         pool_ptr.toint() + tail_offset * 2 + Int64(lane_bytes),
         page_table.toint() + Int64(sequence) * page_table_stride * 4,
-        page_stride * 2, token_stride * 2, num_flat_pages, max_pages_per_seq,
+        page_stride * 2,
+        token_stride * 2,
+        num_flat_pages,
+        max_pages_per_seq,
     )
 
 
