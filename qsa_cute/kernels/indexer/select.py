@@ -78,7 +78,7 @@ class Select:
         self.result = self.words + 32  # one number
         self.extremes = self.result + 32  # [rank][warp] (min, max)
         self.smem_bytes = self.extremes + 8 * self.warps * self.max_ranks()
-        self.min_blocks = max(1, min(65536 // (threads * (40 + held)), 227 * 1024 // (self.smem_bytes + 1024)))
+        self.min_blocks = max(1, min(65536 // (threads * max(40 + held, 56)), 227 * 1024 // (self.smem_bytes + 1024)))
 
     def max_ranks(self) -> int:
         return 1
