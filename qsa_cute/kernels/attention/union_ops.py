@@ -7,8 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 TENSOR_MAP_BYTES = 128
-TENSOR_MAP_ELEMENTS = {"fp16": 6, "bf16": 10}  # PTX's codes of .elemtype
-SWIZZLE_128B = 3  # PTX's code of .swizzle_mode
 
 
 def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
@@ -49,13 +47,6 @@ def replace_map_field(tensor_map: Int32, field: str, value) -> None:
     )
 
 
-def set_map_code(tensor_map: Int32, field: str, code: int) -> None:
-    """Set one of the fields that tensormap.replace takes as an immediate code."""
-    cute.arch.inline_ptx(
-        f"tensormap.replace.tile.{field}.shared::cta.b1024.b32 [{{$r0}}], {code};", read_only_args=[tensor_map]
-    )
-
-
 def publish_tensor_map(dst: Int64, src: Int32) -> None:
     """Copy a tensor map shared -> global and release it to the tensor-map proxy; by a whole warp."""
     cute.arch.inline_ptx(
@@ -87,6 +78,10 @@ def load_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
 
 def store_i32x4(addr: Int64, v: tuple) -> None:
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
+
+
+def store_shared_i64(addr: Int32, value: Int64) -> None:
+    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
 def clear_shared_16(addr: Int32) -> None:

@@ -81,8 +81,8 @@ GATHER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 <= 65536
 
 
 class UnionPrefill:
-    def __init__(self, head_dim: int, dtype: str, tile: int, stages: int = 2, q_steps: int = 0, regs: int = 232, fin: int = 1):
-        self.q_steps, self.fin = q_steps, fin
+    def __init__(self, head_dim: int, dtype: str, tile: int, stages: int = 2, regs: int = 232, fin: int = 1, ho: int = 0):
+        self.fin, self.heads_outer = fin, ho
         self.registers = (24, 248) if regs == 248 else (24, 240) if regs == 240 else (32, 232) if regs == 232 else (40, 224)
         self.head_dim, self.dtype, self.tile, self.stages = head_dim, dtype, tile, stages
         self.element = ops.ELEMENTS[dtype]
@@ -133,9 +133,9 @@ class UnionPrefill:
 
         @cute.struct
         class Storage:
-            k_full: cute.struct.MemRange[Int64, self.stages]
+            k_full: cute.struct.MemRange[Int64, self.stages + 2]  # a slot's, then a warpgroup's: see `wait`
             k_empty: cute.struct.MemRange[Int64, self.stages]
-            v_full: cute.struct.MemRange[Int64, self.stages]
+            v_full: cute.struct.MemRange[Int64, self.stages + 2]
             v_empty: cute.struct.MemRange[Int64, self.stages]
             arrivals: cute.struct.MemRange[Int32, 2]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, self.stages * PAIRS], 16]
@@ -149,10 +149,11 @@ class UnionPrefill:
         )
         if warp == 0:
             with cute.arch.elect_one():
-                for s in cutlass.range_constexpr(self.stages):
+                for s in cutlass.range_constexpr(self.stages + 2):
                     cute.arch.mbarrier_init(bars[0] + s, 5)  # gather warps, and warp 0's masks
-                    cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
                     cute.arch.mbarrier_init(bars[2] + s, 4)
+                for s in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
                     cute.arch.mbarrier_init(bars[3] + s, 8)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -192,6 +193,8 @@ class UnionPrefill:
         """(tile, KV head, split) of an item: the last tiles first, a tile's heads and splits together."""
         split = item % num_splits
         unit = item // num_splits
+        if const_expr(self.heads_outer):
+            return num_tiles - 1 - unit % num_tiles, unit // num_tiles, split
         return num_tiles - 1 - unit // num_kv_heads, unit % num_kv_heads, split
 
     @cute.jit
@@ -251,10 +254,10 @@ class UnionPrefill:
                     if c < total:
                         chunk = c + to_pairs if c >= shared else c
                         at = base + Int64(chunk) * (self.blocks * 4)
-                        self.fill(k_map, at, kv_head, sK, k_full, k_empty, ring + c, c >= shared)
+                        self.fill(k_map, at, kv_head, sK, k_full, k_empty, ring + c, c - shared)
                         if warp == 0:
                             size = mask_rows * 4
-                            full = k_full + (ring + c) % 2
+                            full = k_full + self.full_barrier(ring + c, c - shared)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
                             src = masks + (Int64(tile) * Int64(max_chunks) + Int64(first + chunk)) * Int64(size)
                             union_ops.bulk_load(
@@ -262,22 +265,27 @@ class UnionPrefill:
                             )
                     if c > 0:
                         at = base + Int64(c - 1 + to_pairs if c > shared else c - 1) * (self.blocks * 4)
-                        self.fill(v_map, at, kv_head, sV, v_full, v_empty, ring + c - 1, c > shared)
+                        self.fill(v_map, at, kv_head, sV, v_full, v_empty, ring + c - 1, c - 1 - shared)
                 ring = ring + total
                 item, ns, pairs = self.find_item(item + step, num_items, counts, num_kv_heads, num_tiles, num_splits)
 
     @cute.jit
+    def full_barrier(self, ring: Int32, exclusive: Int32) -> Int32:
+        """Which barrier a chunk's arrival completes: its slot's, or as exclusive chunk 0, 1, .. its warpgroup's own."""
+        return self.stages + exclusive % 2 if exclusive >= 0 else ring % self.stages
+
+    @cute.jit
     def fill(
         self, tensor_map: Int64, entries: Int64, kv_head: Int32, slots: Int32, full: cute.Pointer,
-        empty: cute.Pointer, ring: Int32, exclusive: cutlass.Boolean,
+        empty: cute.Pointer, ring: Int32, exclusive: Int32,
     ):
-        """This warp's blocks of one chunk into slot ring % 2, once that is free."""
+        """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
         t = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
         slot = ring % self.stages
         cute.arch.mbarrier_wait(empty + slot, (ring // self.stages + 1) % 2)
-        if exclusive:  # in the stead of a warp of the warpgroup that skips the chunk
+        if exclusive >= 0:  # in the stead of a warp of the warpgroup that skips the chunk
             cute.arch.mbarrier_arrive(empty + slot)
-        barrier = full + slot
+        barrier = full + self.full_barrier(ring, exclusive)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.warp_blocks * self.boxes * BOX_BYTES)
         dst = slots + slot * self.slot_bytes
         for j in cutlass.range_constexpr(self.warp_blocks):
@@ -307,10 +315,6 @@ class UnionPrefill:
             self.element, self.element, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN, Float32,
             atom_layout_mnk=(2, 1, 1), tiler_mn=(64, self.head_dim), a_source=warpgroup.OperandSource.RMEM,
         )
-        qr_mma = hopper.make_trivial_tiled_mma(
-            self.element, self.element, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.K, Float32,
-            atom_layout_mnk=(2, 1, 1), tiler_mn=(64, self.tile), a_source=warpgroup.OperandSource.RMEM,
-        )
         wg = cute.arch.make_warp_uniform(tid // 128)
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -325,9 +329,6 @@ class UnionPrefill:
         tS = cute.make_tensor(accS.iterator, cute.make_layout(self.tile // 2))
         tO = cute.make_tensor(accO.iterator, cute.make_layout(self.head_dim // 2))
         tP = cute.make_tensor(cute.recast_ptr(tOrP.iterator, dtype=Int32), cute.make_layout(self.tile // 4))
-        qr_slice = qr_mma.get_slice(wg * 128)
-        tQr = qr_slice.make_fragment_A(qr_slice.partition_shape_A((PAIRS, 16 * max(self.q_steps, 1))))
-        tQw = cute.make_tensor(cute.recast_ptr(tQr.iterator, dtype=Int32), cute.make_layout(4 * max(self.q_steps, 1)))
         tMax = cute.make_rmem_tensor((2,), Float32)
         tSum = cute.make_rmem_tensor((2,), Float32)
         tScale = cute.make_rmem_tensor((2,), Float32)
@@ -339,6 +340,8 @@ class UnionPrefill:
         chunk_bytes = mask_rows * 4
         pair0 = warp * 16 + lane // 4
         ring = Int32(0)
+        k_phases = Int32(0)
+        v_phases = Int32(0)
         item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles, num_splits)
         if item < num_items:
             self.load_q(
@@ -372,42 +375,30 @@ class UnionPrefill:
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
 
-            for kk in cutlass.range_constexpr(self.q_steps):
-                rw = warp * 16 + lane % 16
-                f = ops.ldmatrix_x4(q_smem + (kk // 4) * (PAIRS * 128) + rw * 128 + (((kk % 4) * 2 + lane // 16) ^ (rw % 8)) * 16)
-                for jj in cutlass.range_constexpr(4):
-                    tQw[4 * kk + jj] = f[jj]
-            self.wait_full(k_full, ring)
-            self.qk(qr_mma, qk_mma, accS, tQr, tSrQ, tSrK[None, None, None, ring % 2])
+            k_phases = self.wait(k_full, ring % 2, k_phases)
+            self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, ring % 2], True)
             warpgroup.wait_group(0)
             self.release(k_empty, ring)
             self.apply_masks(tS, w0 >> half, w0_odd >> half, w1 >> half, w1_odd >> half)
             self.softmax(tS, tMax, tSum, tScale, scale_log2)
 
             flying = Int32(-1)  # the chunk whose P V is in flight
-            done = ring  # the chunk whose P V comes next
-            ring = ring + shared
-            while done + 1 < ring:
-                self.step(
-                    qr_mma, qk_mma, pv_mma, accS, accO, tQr, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
-                    half, at0, to_m1, done + 1, done, flying, bars, scale_log2,
+            done = ring  # the chunk whose P V comes next, and its barrier
+            done_full = ring % 2
+            for i in cutlass.range(1, shared + own_pairs, unroll=1):
+                next_chunk = ring + i
+                next_full = next_chunk % 2
+                if i >= shared:
+                    next_chunk = next_chunk + i - shared + wg
+                    next_full = 2 + wg
+                k_phases, v_phases = self.step(
+                    qk_mma, pv_mma, accS, accO, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
+                    half, at0, to_m1, next_chunk, next_full, done, done_full, flying, bars, k_phases, v_phases,
+                    scale_log2,
                 )
                 flying = done
-                done = done + 1
-            # Pairs: a phase's parity tells only neighbours apart, so each phase of a slot is waited for in turn, that
-            # of the other warpgroup's chunk too.
-            for j in cutlass.range(own_pairs, unroll=1):
-                if j > 0:
-                    self.wait_full(k_full, ring + 2 * j - 1 - wg)
-                if j > 1:
-                    self.wait_full(v_full, ring + 2 * j - 3 - wg)
-                self.step(
-                    qr_mma, qk_mma, pv_mma, accS, accO, tQr, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
-                    half, at0, to_m1, ring + 2 * j + wg, done, flying, bars, scale_log2,
-                )
-                flying = done
-                done = ring + 2 * j + wg
-
+                done = next_chunk
+                done_full = next_full
             self.finish(flying, v_empty, tS, tP)
             next_item, next_ns, next_pairs = self.find_item(
                 item + step, num_items, counts, num_kv_heads, num_tiles, num_splits
@@ -419,16 +410,11 @@ class UnionPrefill:
                     tiles_per_sequence, num_tiles, num_splits, warp, lane,
                 )
             self.rescale(tO, tScale)
-            if own_pairs > 1:
-                self.wait_full(v_full, ring + 2 * own_pairs - 3 - wg)
-            self.wait_full(v_full, done)
+            v_phases = self.wait(v_full, done_full, v_phases)
             self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, done % 2], False)
-            if own_pairs > 0:
-                self.wait_full(k_full, ring + 2 * own_pairs - 1 - wg)
-                self.wait_full(v_full, ring + 2 * own_pairs - 1 - wg)
             warpgroup.wait_group(0)
             self.release(v_empty, done)
-            ring = ring + 2 * own_pairs
+            ring = ring + shared + 2 * own_pairs
 
             unit = tile * num_kv_heads + kv_head
             if const_expr(self.fin):
@@ -458,25 +444,26 @@ class UnionPrefill:
 
     @cute.jit
     def step(
-        self, qr_mma: cute.TiledMma, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, accS: cute.Tensor, accO: cute.Tensor,
-        tQr: cute.Tensor, tSrQ: cute.Tensor, tSrK: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, tS: cute.Tensor,
-        tO: cute.Tensor, tP: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, half: Int32, at0: Int32, to_m1: Int32, k: Int32, v: Int32, flying: Int32, bars,
-        scale_log2: Float32,
+        self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, accS: cute.Tensor, accO: cute.Tensor,
+        tSrQ: cute.Tensor, tSrK: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, tS: cute.Tensor,
+        tO: cute.Tensor, tP: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, half: Int32, at0: Int32, to_m1: Int32, k: Int32, k_bar: Int32, v: Int32, v_bar: Int32,
+        flying: Int32, bars, k_phases: Int32, v_phases: Int32, scale_log2: Float32,
     ):
-        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's scores."""
+        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's scores; the new phases."""
         k_full, k_empty, v_full, v_empty = bars
         self.finish(flying, v_empty, tS, tP)
-        self.wait_full(k_full, k)
+        k_phases = self.wait(k_full, k_bar, k_phases)
         w0 = ops.load_shared_i32(at0 + k % 2 * (PAIRS * 4)) >> half
         w1 = ops.load_shared_i32(at0 + to_m1 + k % 2 * (PAIRS * 4)) >> half
-        self.qk(qr_mma, qk_mma, accS, tQr, tSrQ, tSrK[None, None, None, k % 2])
+        self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, k % 2], True)
         self.rescale(tO, tScale)
-        self.wait_full(v_full, v)
+        v_phases = self.wait(v_full, v_bar, v_phases)
         self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v % 2], False)
         warpgroup.wait_group(1)
         self.release(k_empty, k)
         self.apply_masks(tS, w0, w0, w1, w1)
         self.softmax(tS, tMax, tSum, tScale, scale_log2)
+        return k_phases, v_phases
 
     @cute.jit
     def finish(self, flying: Int32, v_empty: cute.Pointer, tS: cute.Tensor, tP: cute.Tensor):
@@ -491,8 +478,14 @@ class UnionPrefill:
         self.pack(tS, tP)
 
     @cute.jit
-    def wait_full(self, full: cute.Pointer, ring: Int32):
-        cute.arch.mbarrier_wait(full + ring % 2, (ring // 2) % 2)
+    def wait(self, full: cute.Pointer, index: Int32, phases: Int32) -> Int32:
+        """Wait for the next arrival on a barrier, of which bit `index` of `phases` is the parity; the new phases.
+
+        A parity tells only neighbours apart, so each waiter must see every phase. Chunks of one warpgroup alone
+        therefore have barriers of their own: the other could miss two of them.
+        """
+        cute.arch.mbarrier_wait(full + index, (phases >> index) & 1)
+        return phases ^ (1 << index)
 
     @cute.jit
     def release(self, empty: cute.Pointer, ring: Int32):
@@ -536,21 +529,6 @@ class UnionPrefill:
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not zero)
         for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def qk(self, rmma: cute.TiledMma, mma: cute.TiledMma, acc: cute.Tensor, r: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-        warpgroup.fence()
-        ra = cute.make_mma_atom(rmma.op)
-        ra.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(self.q_steps):
-            cute.gemm(ra, acc, r[None, None, k], b[None, None, k], acc)
-            ra.set(warpgroup.Field.ACCUMULATE, True)
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, self.q_steps > 0)
-        for k in cutlass.range_constexpr(self.q_steps, cute.size(a.shape[2])):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()

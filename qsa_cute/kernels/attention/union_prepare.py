@@ -14,8 +14,8 @@ Grid: one block a tile of `tile_pairs` consecutive (row, head of the group) pair
 A tile goes to the row path (0 chunks) when the union cannot say what its rows want (an entry listed twice, more
 records or partial blocks than there is room for) or has more chunks than the workspace.
 
-Block 0 of each sequence also makes its tensor maps of K and V (PTX tensormap.replace), bounded by the context
-length, so that the gather's last box reads nothing past it.
+Block 0 of each sequence also leaves its tensor maps of K and V: the launch's `k_map` and `v_map`, as the driver
+encodes them, with the sequence's address and the context length in them, so that no box reads past that.
 
 Index kinds: 0 padded list, 1 counted list (its count in column top_k), 2 block ids, to which the open tail is added.
 Baked: head dim and type (tensor maps), tile. Run-time: everything else. The shared memory of a launch depends on
@@ -28,12 +28,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from qsa_cute.kernels.attention import union_layout, union_ops
-from qsa_cute.kernels.common import ops
-from qsa_cute.kernels.common.params import i32, i64, ptr
+from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
 PARAMS = (
     ptr("k_ptr", "elem", 16),
     ptr("v_ptr", "elem", 16),
+    tensor_map("k_map"),
+    tensor_map("v_map"),
     ptr("indices", "i32"),
     ptr("context_lengths", "i32"),
     ptr("query_starts", "i32"),
@@ -55,11 +57,7 @@ PARAMS = (
     i32("max_chunks"),
     i32("mask_rows"),
     i64("k_stride_batch"),
-    i64("k_stride_row"),
-    i64("k_stride_head"),
     i64("v_stride_batch"),
-    i64("v_stride_row"),
-    i64("v_stride_head"),
     i64("indices_stride_batch"),
     i64("indices_stride_row"),
 )
@@ -71,51 +69,52 @@ ID_ROWS, LIST_ROWS = int(os.environ.get("PR", "12")), int(os.environ.get("PL", "
 BLOCK_TOKENS = union_layout.BLOCK_TOKENS
 RECORDS = union_layout.RECORDS
 HALF = 64  # pairs of a warpgroup
+FREE_CHUNKS = 4  # so short a union is not worth the row path
 
 # Shared memory: the fixed part, in bytes.
 MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
 
 
 class UnionPrepare:
-    def __init__(self, head_dim: int, dtype: str, tile: int):
-        self.head_dim, self.dtype, self.tile = head_dim, dtype, tile
+    early_launch = early.SUPPORTED
+
+    def __init__(self, head_dim: int, dtype: str, tile: int, chunk_cost: int = 24):
+        self.tile, self.chunk_cost = tile, chunk_cost
         self.blocks = tile // BLOCK_TOKENS
         self.threads = THREADS
         self.smem_bytes = union_layout.MAX_SMEM_BYTES
 
     @cute.jit
     def __call__(
-        self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer,
+        self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, k_map: tuple, v_map: tuple, indices: cute.Pointer, context_lengths: cute.Pointer,
         query_starts: cute.Pointer, tensor_maps: cute.Pointer, union_counts: cute.Pointer,
         union_entries: cute.Pointer, union_masks: cute.Pointer, union_first_masks: cute.Pointer,
         row_path: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
-        max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, k_stride_row: Int64, k_stride_head: Int64,
-        v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64, indices_stride_batch: Int64,
+        max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, v_stride_batch: Int64, indices_stride_batch: Int64,
         indices_stride_row: Int64, stream: cuda.CUstream,
     ):
         self.kernel(
-            k_ptr, v_ptr, indices, context_lengths, query_starts, tensor_maps, union_counts, union_entries,
+            k_ptr, v_ptr, k_map, v_map, indices, context_lengths, query_starts, tensor_maps, union_counts, union_entries,
             union_masks, union_first_masks, row_path, split_counters, seq_len, kv_seq_len, num_kv_heads, group_size,
-            top_k, index_kind, tile_pairs, tiles_per_sequence, max_chunks, mask_rows, k_stride_batch, k_stride_row,
-            k_stride_head, v_stride_batch, v_stride_row, v_stride_head, indices_stride_batch, indices_stride_row,
+            top_k, index_kind, tile_pairs, tiles_per_sequence, max_chunks, mask_rows, k_stride_batch, v_stride_batch,
+            indices_stride_batch, indices_stride_row,
         ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=self.smem_bytes, stream=stream,
                  min_blocks_per_mp=int(os.environ.get("PB", "4")), preferred_smem_carveout=100)
 
     @cute.kernel
     def kernel(
-        self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer,
+        self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, k_map: tuple, v_map: tuple, indices: cute.Pointer, context_lengths: cute.Pointer,
         query_starts: cute.Pointer, tensor_maps: cute.Pointer, union_counts: cute.Pointer,
         union_entries: cute.Pointer, union_masks: cute.Pointer, union_first_masks: cute.Pointer,
         row_path: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
-        max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, k_stride_row: Int64, k_stride_head: Int64,
-        v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64, indices_stride_batch: Int64,
+        max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, v_stride_batch: Int64, indices_stride_batch: Int64,
         indices_stride_row: Int64,
     ):
         tid, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
-        cute.arch.griddepcontrol_launch_dependents()
+        early.begin()
         batch = tile // tiles_per_sequence
         start = (tile % tiles_per_sequence) * tile_pairs
         end = cutlass.min(start + tile_pairs, seq_len * group_size)
@@ -147,10 +146,10 @@ class UnionPrepare:
         if tid < 2 * num_kv_heads:
             ops.store_global_i32(split_counters.toint() + Int64(tile * num_kv_heads * 2 + tid) * 4, Int32(0))
         if tile % tiles_per_sequence == 0 and tid < 64:
-            self.make_map(
-                smem + MAPS, tensor_maps.toint() + Int64(batch) * 256, k_ptr.toint(), v_ptr.toint(), batch, length,
-                num_kv_heads, k_stride_batch * 2, k_stride_row * 2, k_stride_head * 2, v_stride_batch * 2,
-                v_stride_row * 2, v_stride_head * 2, tid,
+            self.publish_map(
+                smem + MAPS, tensor_maps.toint() + Int64(batch) * 256, k_map, v_map,
+                k_ptr.toint() + Int64(batch) * k_stride_batch * 2, v_ptr.toint() + Int64(batch) * v_stride_batch * 2,
+                length, tid,
             )
         cute.arch.sync_threads()
 
@@ -172,12 +171,13 @@ class UnionPrepare:
         each = (words + THREADS - 1) // THREADS
         c0 = Int32(0)  # shared | warpgroup 0's << 16
         c1 = Int32(0)  # warpgroup 1's | partial << 16
+        found = Int32(0)
         for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, words), unroll=1):
             shared, only_a, only_b, part, bits = self.classify(bitmaps, partial, i, words, live, a_rows, first_b)
             c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
-            added = added - bits
-        before0, total0, before1, total1, twice = self.scan(smem, c0, c1, added, tid)
+            found = found + bits
+        before0, total0, before1, total1, selected, twice = self.scan(smem, c0, c1, found, added - found, tid)
         only_a_blocks = total0 >> 16
         only_b_blocks = total1 & 0xFFFF
         partial_blocks = total1 >> 16
@@ -186,8 +186,10 @@ class UnionPrepare:
         shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
         ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
         num_records = ops.load_shared_i32(smem + NUM_RECORDS)
+        chunks = ns + 2 * pairs
         fits = (
-            (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (ns + 2 * pairs <= max_chunks)
+            (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (chunks <= max_chunks)
+            & ((chunks - FREE_CHUNKS) * self.chunk_cost <= selected)
         )
         if fits:
             if tid < ns * self.blocks - shared_blocks:
@@ -197,7 +199,7 @@ class UnionPrepare:
             cute.arch.sync_threads()
             self.write_chunks(
                 bitmaps, planes, places, union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4),
-                union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4), ns + 2 * pairs, words,
+                union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4), chunks, words,
                 mask_rows, tid,
             )
             cute.arch.sync_threads()
@@ -217,31 +219,17 @@ class UnionPrepare:
     # ---- tensor maps ---------------------------------------------------------------------------------
 
     @cute.jit
-    def make_map(
-        self, smem: Int32, maps: Int64, k: Int64, v: Int64, batch: Int32, length: Int32, num_kv_heads: Int32,
-        k_batch: Int64, k_row: Int64, k_head: Int64, v_batch: Int64, v_row: Int64, v_head: Int64, tid: Int32,
+    def publish_map(
+        self, smem: Int32, maps: Int64, k_map: tuple, v_map: tuple, k: Int64, v: Int64, length: Int32, tid: Int32
     ):
-        """Warp 0 makes K's map, warp 1 V's: dims (columns, heads, tokens), box (64, 1, 4), 128-byte swizzle."""
+        """Warp 0 leaves K's tensor map, warp 1 V's: the host's, set to this sequence's address and length."""
         warp = tid // 32
         at = smem + warp * union_ops.TENSOR_MAP_BYTES
-        ops.store_shared_i32(at + (tid % 32) * 4, Int32(0))
-        cute.arch.sync_warp()
         if tid % 32 == 0:
-            base = v + Int64(batch) * v_batch if warp == 1 else k + Int64(batch) * k_batch
-            union_ops.replace_map_field(at, "global_address", base)
-            union_ops.replace_map_field(at, "rank", Int32(2))
-            for i, (dim, box) in enumerate(
-                ((Int32(self.head_dim), 64), (num_kv_heads, 1), (cutlass.max(length, Int32(1)), BLOCK_TOKENS))
-            ):
-                union_ops.replace_map_field(at, f"global_dim {i}", dim)
-                union_ops.replace_map_field(at, f"box_dim {i}", Int32(box))
-                union_ops.replace_map_field(at, f"element_stride {i}", Int32(1))
-            union_ops.replace_map_field(at, "global_stride 0", v_head if warp == 1 else k_head)
-            union_ops.replace_map_field(at, "global_stride 1", v_row if warp == 1 else k_row)
-            union_ops.set_map_code(at, "elemtype", union_ops.TENSOR_MAP_ELEMENTS[self.dtype])
-            union_ops.set_map_code(at, "interleave_layout", 0)
-            union_ops.set_map_code(at, "swizzle_mode", union_ops.SWIZZLE_128B)
-            union_ops.set_map_code(at, "fill_mode", 0)
+            for i in cutlass.range_constexpr(union_ops.TENSOR_MAP_BYTES // 8):
+                union_ops.store_shared_i64(at + i * 8, v_map[i] if warp == 1 else k_map[i])
+            union_ops.replace_map_field(at, "global_address", v if warp == 1 else k)
+            union_ops.replace_map_field(at, "global_dim 2", cutlass.max(length, Int32(1)))
         cute.arch.sync_warp()
         union_ops.publish_tensor_map(maps + Int64(warp * union_ops.TENSOR_MAP_BYTES), at)
 
@@ -360,8 +348,8 @@ class UnionPrepare:
         return a & b & ~part, a & ~b & ~part, b & ~a & ~part, part, bits
 
     @cute.jit
-    def scan(self, smem: Int32, c0: Int32, c1: Int32, added: Int32, tid: Int32):
-        """Sums before this thread and over the block of c0 and c1, and the block's sum of `added`."""
+    def scan(self, smem: Int32, c0: Int32, c1: Int32, found: Int32, twice: Int32, tid: Int32):
+        """Sums before this thread and over the block of c0 and c1, and the block's sums of `found` and `twice`."""
         lane = tid % 32
         warp = tid // 32
         s0 = c0
@@ -372,26 +360,29 @@ class UnionPrepare:
             if lane >= 1 << k:
                 s0 = s0 + y0
                 s1 = s1 + y1
-        warp_added = cute.arch.warp_redux_sync(added, "add")
+        warp_found = cute.arch.warp_redux_sync(found, "add")
+        warp_twice = cute.arch.warp_redux_sync(twice, "add")
         if lane == 31:
             ops.store_shared_i32x2(smem + SCAN + warp * 16, s0, s1)
-            ops.store_shared_i32(smem + SCAN + warp * 16 + 8, warp_added)
+            ops.store_shared_i32x2(smem + SCAN + warp * 16 + 8, warp_found, warp_twice)
         cute.arch.sync_threads()
         before0 = s0 - c0
         before1 = s1 - c1
         total0 = Int32(0)
         total1 = Int32(0)
-        total = Int32(0)
+        found = Int32(0)
+        twice = Int32(0)
         for k in cutlass.range_constexpr(WARPS):
             x0 = ops.load_shared_i32(smem + SCAN + k * 16)
             x1 = ops.load_shared_i32(smem + SCAN + k * 16 + 4)
-            total = total + ops.load_shared_i32(smem + SCAN + k * 16 + 8)
+            found = found + ops.load_shared_i32(smem + SCAN + k * 16 + 8)
+            twice = twice + ops.load_shared_i32(smem + SCAN + k * 16 + 12)
             if k < warp:
                 before0 = before0 + x0
                 before1 = before1 + x1
             total0 = total0 + x0
             total1 = total1 + x1
-        return before0, total0, before1, total1, total
+        return before0, total0, before1, total1, found, twice
 
     @cute.jit
     def assign(

@@ -6,7 +6,7 @@ the name of the attribute that the runner's params object carries, so packing is
 
 from dataclasses import dataclass
 
-SIZES = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}
+SIZES = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}  # a "map" is 16 words of i64
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Param:
 
     Attributes:
         name: attribute of the params object that supplies it.
-        kind: "ptr" (device address), "i64", "i32" or "f32".
+        kind: "ptr" (device address), "i64", "i32", "f32" or "map" (a CUtensorMap's 128 bytes: a tuple of 16 Int64).
         element: what a pointer points to: "elem" (the variant's type), "i32" or "f32"; "" for scalars.
         align: bytes the kernel assumes of a pointer.
     """
@@ -40,3 +40,7 @@ def i64(name: str) -> Param:
 
 def f32(name: str) -> Param:
     return Param(name, "f32")
+
+
+def tensor_map(name: str) -> Param:
+    return Param(name, "map")
