@@ -11,12 +11,12 @@ of `tile` tokens; a bit per (row, block) masks what a row did not select:
     then x pairs       one chunk that only warpgroup 0's rows want, one that only warpgroup 1's want; the other
                        warpgroup skips it.
 
-Grid: one persistent block an SM; block b takes items b, b + grid, ... An item is (tile, KV head, split), the
-last tiles of the sequences first, since theirs are the longest unions. A split takes its share of the shared
-chunks and of the pairs; the last of an item's splits to arrive merges all in split order.
+Grid: one persistent block an SM; block b takes items b, b + grid, ... An item is (tile, KV head), the last tiles
+of the sequences first, since theirs are the longest unions. An item is never split over blocks: measured on the
+H200, the merge costs more than the idle SMs, down to 512 rows.
 
 Warps 0-3 gather: each issues the TMA boxes (4 tokens x 64 columns, 128-byte swizzle) of a quarter of a chunk's
-blocks into a ring of `stages` K and V slots. Padding blocks lie out of bounds: zeros, and no memory is touched.
+blocks into a ring of two K and two V slots. Padding blocks lie out of bounds: zeros, and no memory is touched.
 Warps 4-11 are the two consumer warpgroups: while P V of chunk i runs on the tensor cores, the softmax of chunk
 i + 1 runs beside it. The ring runs on over items, so that the next item's K, V and Q arrive during this one's
 last products and epilogue.
@@ -24,7 +24,7 @@ last products and epilogue.
 A tile whose `union_counts` say 0 chunks is left to `union_rows`. A V that is not finite would reach rows that
 did not select it as 0 x NaN; so a warp that meets one gives its tile to `union_rows` too, which recomputes it.
 
-Baked: head dim, type, tile, stages. Run-time: everything else. The caller guarantees 16-byte aligned rows of Q
+Baked: head dim, type, tile. Run-time: everything else. The caller guarantees 16-byte aligned rows of Q
 and O, and that `union_prepare` ran before this launch on the same stream with the same sizes.
 """
 
@@ -32,12 +32,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.attention.union_tile import EMPTY_MAX, PAIRS, UnionTile
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
 PARAMS = (
@@ -50,9 +51,6 @@ PARAMS = (
     ptr("union_masks", "i32", 16),
     ptr("union_first_masks", "i32"),
     ptr("row_path", "i32"),
-    ptr("partial_o", "f32", 16),
-    ptr("partial_stats", "f32", 8),
-    ptr("split_counters", "i32"),
     i32("seq_len"),
     i32("num_kv_heads"),
     i32("group_size"),
@@ -61,7 +59,6 @@ PARAMS = (
     i32("num_tiles"),
     i32("max_chunks"),
     i32("mask_rows"),
-    i32("num_splits"),
     i64("q_stride_batch"),
     i64("q_stride_row"),
     i64("q_stride_head"),
@@ -71,45 +68,42 @@ PARAMS = (
     f32("attention_scale"),
 )
 
-PAIRS = 128  # M extent of a tile: two warpgroups of 64
 BLOCK_TOKENS = 4
 BOX_COLUMNS = 64  # of a TMA box: the 128-byte swizzle's width
 BOX_BYTES = BLOCK_TOKENS * BOX_COLUMNS * 2
-EMPTY_MAX = -1.0e30  # running maximum before any token: finite, so that no inf - inf arises
-RESCALE_THRESHOLD = 8.0  # log2: O is rescaled only when a maximum grew by more; P stays below 2^8
-GATHER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 <= 65536
+STAGES = 2  # slots of the K ring, and of V's
+GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
 
 
-class UnionPrefill:
-    def __init__(self, head_dim: int, dtype: str, tile: int, stages: int = 2, regs: int = 232, fin: int = 1, ho: int = 0):
-        self.fin, self.heads_outer = fin, ho
-        self.registers = (24, 248) if regs == 248 else (24, 240) if regs == 240 else (32, 232) if regs == 232 else (40, 224)
-        self.head_dim, self.dtype, self.tile, self.stages = head_dim, dtype, tile, stages
+class UnionPrefill(UnionTile):
+    early_launch = True
+
+    def __init__(self, head_dim: int, dtype: str, tile: int):
+        self.head_dim, self.dtype, self.tile = head_dim, dtype, tile
         self.element = ops.ELEMENTS[dtype]
         self.blocks = tile // BLOCK_TOKENS  # of a chunk
         self.boxes = head_dim // BOX_COLUMNS  # of a block
         self.warp_blocks = self.blocks // 4
         self.slot_bytes = tile * head_dim * 2
         self.threads = 384
-        if tile % 16 or self.blocks > 32 or stages != 2:
-            raise ValueError("a chunk is a multiple of 16 tokens, its blocks have a bit each of a word, and slots are two")
-        self.smem_bytes = 2048 + PAIRS * head_dim * 2 + 2 * stages * self.slot_bytes
+        if tile % 16 or self.blocks > 32:
+            raise ValueError("a chunk is a multiple of 16 tokens, and its blocks have a bit each of a word")
+        self.smem_bytes = 2048 + PAIRS * head_dim * 2 + 2 * STAGES * self.slot_bytes
 
     @cute.jit
     def __call__(
         self, q_ptr: cute.Pointer, o_ptr: cute.Pointer, lse_ptr: cute.Pointer, tensor_maps: cute.Pointer,
         union_counts: cute.Pointer, union_entries: cute.Pointer, union_masks: cute.Pointer,
-        union_first_masks: cute.Pointer, row_path: cute.Pointer, partial_o: cute.Pointer,
-        partial_stats: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, num_kv_heads: Int32,
+        union_first_masks: cute.Pointer, row_path: cute.Pointer, seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
-        mask_rows: Int32, num_splits: Int32, q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
+        mask_rows: Int32, q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
         o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64, attention_scale: Float32,
         stream: cuda.CUstream,
     ):
         self.kernel(
             q_ptr, o_ptr, lse_ptr, tensor_maps, union_counts, union_entries, union_masks, union_first_masks, row_path,
-            partial_o, partial_stats, split_counters, seq_len, num_kv_heads, group_size, tile_pairs,
-            tiles_per_sequence, num_tiles, max_chunks, mask_rows, num_splits, q_stride_batch, q_stride_row,
+            seq_len, num_kv_heads, group_size, tile_pairs,
+            tiles_per_sequence, num_tiles, max_chunks, mask_rows, q_stride_batch, q_stride_row,
             q_stride_head, o_stride_batch, o_stride_row, o_stride_head, attention_scale,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream, min_blocks_per_mp=1)
 
@@ -117,10 +111,9 @@ class UnionPrefill:
     def kernel(
         self, q_ptr: cute.Pointer, o_ptr: cute.Pointer, lse_ptr: cute.Pointer, tensor_maps: cute.Pointer,
         union_counts: cute.Pointer, union_entries: cute.Pointer, union_masks: cute.Pointer,
-        union_first_masks: cute.Pointer, row_path: cute.Pointer, partial_o: cute.Pointer,
-        partial_stats: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, num_kv_heads: Int32,
+        union_first_masks: cute.Pointer, row_path: cute.Pointer, seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
-        mask_rows: Int32, num_splits: Int32, q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
+        mask_rows: Int32, q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
         o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64, attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -129,19 +122,18 @@ class UnionPrefill:
             hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, self.head_dim), self.element
         )
         q_layout = cute.tile_to_shape(atom, (PAIRS, self.head_dim), order=(0, 1))
-        kv_layout = cute.tile_to_shape(atom, (self.tile, self.head_dim, self.stages), order=(0, 1, 2))
+        kv_layout = cute.tile_to_shape(atom, (self.tile, self.head_dim, STAGES), order=(0, 1, 2))
 
         @cute.struct
         class Storage:
-            k_full: cute.struct.MemRange[Int64, self.stages + 2]  # a slot's, then a warpgroup's: see `wait`
-            k_empty: cute.struct.MemRange[Int64, self.stages]
-            v_full: cute.struct.MemRange[Int64, self.stages + 2]
-            v_empty: cute.struct.MemRange[Int64, self.stages]
-            arrivals: cute.struct.MemRange[Int32, 2]
-            masks: cute.struct.Align[cute.struct.MemRange[Int32, self.stages * PAIRS], 16]
+            k_full: cute.struct.MemRange[Int64, STAGES + 2]  # a slot's, then a warpgroup's: see `wait`
+            k_empty: cute.struct.MemRange[Int64, STAGES]
+            v_full: cute.struct.MemRange[Int64, STAGES + 2]
+            v_empty: cute.struct.MemRange[Int64, STAGES]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, STAGES * PAIRS], 16]
             sQ: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * self.stages], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * self.stages], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         bars = (
@@ -149,86 +141,71 @@ class UnionPrefill:
         )
         if warp == 0:
             with cute.arch.elect_one():
-                for s in cutlass.range_constexpr(self.stages + 2):
+                for s in cutlass.range_constexpr(STAGES + 2):
                     cute.arch.mbarrier_init(bars[0] + s, 5)  # gather warps, and warp 0's masks
                     cute.arch.mbarrier_init(bars[2] + s, 4)
-                for s in cutlass.range_constexpr(self.stages):
+                for s in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
                     cute.arch.mbarrier_init(bars[3] + s, 8)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        early.begin()
 
         sQ = storage.sQ.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sK = storage.sK.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
         sV = storage.sV.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
         sVt = cute.composition(
-            sV, cute.make_ordered_layout((self.head_dim, self.tile, self.stages), order=(1, 0, 2))
+            sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2))
         )
-        num_items = num_tiles * num_kv_heads * num_splits
+        num_items = num_tiles * num_kv_heads
         counts = union_counts.toint()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.registers[0])
+            cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
             self.gather(
                 tensor_maps.toint(), counts, union_entries.toint(), union_masks.toint(), mask_rows, num_items, num_kv_heads, tiles_per_sequence,
-                num_tiles, max_chunks, num_splits, storage.sK.data_ptr().toint(), storage.sV.data_ptr().toint(),
+                num_tiles, max_chunks, storage.sK.data_ptr().toint(), storage.sV.data_ptr().toint(),
                 storage.masks.data_ptr().toint(), bars, warp,
             )
         else:
-            cute.arch.setmaxregister_increase(self.registers[1])
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
                 q_ptr.toint(), o_ptr.toint(), lse_ptr.toint(), counts, union_masks.toint(), union_first_masks.toint(),
-                row_path.toint(), partial_o.toint(), partial_stats.toint(), split_counters.toint(), seq_len,
+                row_path.toint(), seq_len,
                 num_kv_heads, group_size, tile_pairs, tiles_per_sequence, num_tiles, max_chunks, mask_rows,
-                num_splits, num_items, q_stride_batch, q_stride_row, q_stride_head, o_stride_batch, o_stride_row,
+                num_items, q_stride_batch, q_stride_row, q_stride_head, o_stride_batch, o_stride_row,
                 o_stride_head, attention_scale * ops.LOG2_E, sQ, sK, sVt, storage.sQ.data_ptr().toint(),
-                storage.masks.data_ptr().toint(), storage.arrivals.data_ptr().toint(), bars, tid - 128,
+                storage.masks.data_ptr().toint(), bars, tid - 128,
             )
 
     # ---- items ---------------------------------------------------------------------------------------
 
     @cute.jit
-    def place(self, item: Int32, num_kv_heads: Int32, num_tiles: Int32, num_splits: Int32):
-        """(tile, KV head, split) of an item: the last tiles first, a tile's heads and splits together."""
-        split = item % num_splits
-        unit = item // num_splits
-        if const_expr(self.heads_outer):
-            return num_tiles - 1 - unit % num_tiles, unit // num_tiles, split
-        return num_tiles - 1 - unit // num_kv_heads, unit % num_kv_heads, split
+    def place(self, item: Int32, num_kv_heads: Int32, num_tiles: Int32):
+        """(tile, KV head) of an item: the last tiles first, a tile's heads together."""
+        return num_tiles - 1 - item // num_kv_heads, item % num_kv_heads
 
     @cute.jit
-    def find_item(
-        self, item: Int32, num_items: Int32, counts: Int64, num_kv_heads: Int32, num_tiles: Int32, num_splits: Int32
-    ):
+    def find_item(self, item: Int32, num_items: Int32, counts: Int64, num_kv_heads: Int32, num_tiles: Int32):
         """The first item from `item` on, in steps of the grid, that has chunks; and its tile's ns and x."""
         step, _, _ = cute.arch.grid_dim()
         ns = Int32(0)
         pairs = Int32(0)
         looking = item < num_items
         while looking:
-            tile, _, split = self.place(item, num_kv_heads, num_tiles, num_splits)
+            tile, _ = self.place(item, num_kv_heads, num_tiles)
             ns, pairs = union_ops.load_i32x2(counts + Int64(tile) * 8)
             looking = Int32(0) == Int32(1)
-            if split >= ns:  # a tile has at most as many splits as shared chunks; none when ns is 0
+            if ns == 0:
                 item = item + step
                 looking = item < num_items
         return item, ns, pairs
-
-    @cute.jit
-    def share(self, split: Int32, num_splits: Int32, ns: Int32, pairs: Int32):
-        """A split's shared chunks [first, first + own) and pairs [first_pair, first_pair + own_pairs)."""
-        splits = cutlass.min(num_splits, ns)
-        first = ns * split // splits
-        first_pair = pairs * split // splits
-        return first, ns * (split + 1) // splits - first, first_pair, pairs * (split + 1) // splits - first_pair
 
     # ---- gather --------------------------------------------------------------------------------------
 
     @cute.jit
     def gather(
         self, maps: Int64, counts: Int64, entries: Int64, masks: Int64, mask_rows: Int32, num_items: Int32, num_kv_heads: Int32,
-        tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32, num_splits: Int32, sK: Int32, sV: Int32,
+        tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32, sK: Int32, sV: Int32,
         sMasks: Int32, bars, warp: Int32,
     ):
         """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
@@ -239,40 +216,37 @@ class UnionPrefill:
             sK = Int32(sK) + warp * (BLOCK_TOKENS * BOX_COLUMNS * 2)
             sV = Int32(sV) + warp * (BLOCK_TOKENS * BOX_COLUMNS * 2)
             ring = Int32(0)
-            item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles, num_splits)
+            item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles)
             while item < num_items:
-                tile, kv_head, split = self.place(item, num_kv_heads, num_tiles, num_splits)
-                first, shared, first_pair, own_pairs = self.share(split, num_splits, ns, pairs)
+                tile, kv_head = self.place(item, num_kv_heads, num_tiles)
                 k_map = maps + Int64(tile // tiles_per_sequence) * (2 * union_ops.TENSOR_MAP_BYTES)
                 v_map = k_map + union_ops.TENSOR_MAP_BYTES
                 union_ops.acquire_tensor_map(k_map)
                 union_ops.acquire_tensor_map(v_map)
-                to_pairs = ns + 2 * first_pair - first - shared  # from a pair's place in the split to its chunk
-                base = entries + (Int64(tile) * Int64(max_chunks) + Int64(first)) * (self.blocks * 4) + Int64(warp * 4)
-                total = shared + 2 * own_pairs
+                at = entries + Int64(tile) * Int64(max_chunks) * (self.blocks * 4) + Int64(warp * 4)
+                total = ns + 2 * pairs
                 for c in cutlass.range(total + 1, unroll=1):
                     if c < total:
-                        chunk = c + to_pairs if c >= shared else c
-                        at = base + Int64(chunk) * (self.blocks * 4)
-                        self.fill(k_map, at, kv_head, sK, k_full, k_empty, ring + c, c - shared)
+                        k_at = at + Int64(c) * (self.blocks * 4)
+                        self.fill(k_map, k_at, kv_head, sK, k_full, k_empty, ring + c, c - ns)
                         if warp == 0:
                             size = mask_rows * 4
-                            full = k_full + self.full_barrier(ring + c, c - shared)
+                            full = k_full + self.full_barrier(ring + c, c - ns)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                            src = masks + (Int64(tile) * Int64(max_chunks) + Int64(first + chunk)) * Int64(size)
+                            src = masks + (Int64(tile) * Int64(max_chunks) + Int64(c)) * Int64(size)
                             union_ops.bulk_load(
                                 Int32(sMasks) + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint())
                             )
                     if c > 0:
-                        at = base + Int64(c - 1 + to_pairs if c > shared else c - 1) * (self.blocks * 4)
-                        self.fill(v_map, at, kv_head, sV, v_full, v_empty, ring + c - 1, c - 1 - shared)
+                        v_at = at + Int64(c - 1) * (self.blocks * 4)
+                        self.fill(v_map, v_at, kv_head, sV, v_full, v_empty, ring + c - 1, c - 1 - ns)
                 ring = ring + total
-                item, ns, pairs = self.find_item(item + step, num_items, counts, num_kv_heads, num_tiles, num_splits)
+                item, ns, pairs = self.find_item(item + step, num_items, counts, num_kv_heads, num_tiles)
 
     @cute.jit
     def full_barrier(self, ring: Int32, exclusive: Int32) -> Int32:
         """Which barrier a chunk's arrival completes: its slot's, or as exclusive chunk 0, 1, .. its warpgroup's own."""
-        return self.stages + exclusive % 2 if exclusive >= 0 else ring % self.stages
+        return STAGES + exclusive % 2 if exclusive >= 0 else ring % STAGES
 
     @cute.jit
     def fill(
@@ -281,8 +255,8 @@ class UnionPrefill:
     ):
         """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
         t = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
-        slot = ring % self.stages
-        cute.arch.mbarrier_wait(empty + slot, (ring // self.stages + 1) % 2)
+        slot = ring % STAGES
+        cute.arch.mbarrier_wait(empty + slot, (ring // STAGES + 1) % 2)
         if exclusive >= 0:  # in the stead of a warp of the warpgroup that skips the chunk
             cute.arch.mbarrier_arrive(empty + slot)
         barrier = full + self.full_barrier(ring, exclusive)
@@ -300,11 +274,11 @@ class UnionPrefill:
     @cute.jit
     def consume(
         self, q: Int64, o: Int64, lse: Int64, counts: Int64, masks: Int64, first_masks: Int64, row_path: Int64,
-        partial_o: Int64, partial_stats: Int64, split_counters: Int64, seq_len: Int32, num_kv_heads: Int32,
+        seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
-        mask_rows: Int32, num_splits: Int32, num_items: Int32, q_batch: Int64, q_row: Int64, q_head: Int64,
+        mask_rows: Int32, num_items: Int32, q_batch: Int64, q_row: Int64, q_head: Int64,
         o_batch: Int64, o_row: Int64, o_head: Int64, scale_log2: Float32, sQ: cute.Tensor, sK: cute.Tensor,
-        sVt: cute.Tensor, q_smem: Int32, sMasks: Int32, arrivals: Int32, bars, tid: Int32,
+        sVt: cute.Tensor, q_smem: Int32, sMasks: Int32, bars, tid: Int32,
     ):
         k_full, k_empty, v_full, v_empty = bars
         qk_mma = hopper.make_trivial_tiled_mma(
@@ -337,31 +311,26 @@ class UnionPrefill:
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         half = (lane % 4) // 2  # a lane's columns 8 i + 2 (lane % 4) lie in block 2 i + half
-        chunk_bytes = mask_rows * 4
         pair0 = warp * 16 + lane // 4
         ring = Int32(0)
         k_phases = Int32(0)
         v_phases = Int32(0)
-        item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles, num_splits)
+        item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles)
         if item < num_items:
             self.load_q(
                 q, q_batch, q_row, q_head, q_smem, item, seq_len, num_kv_heads, group_size, tile_pairs,
-                tiles_per_sequence, num_tiles, num_splits, warp, lane,
+                tiles_per_sequence, num_tiles, warp, lane,
             )
         while item < num_items:
-            tile, kv_head, split = self.place(item, num_kv_heads, num_tiles, num_splits)
-            first, shared, first_pair, own_pairs = self.share(split, num_splits, ns, pairs)
+            tile, kv_head = self.place(item, num_kv_heads, num_tiles)
             # Mask words of this lane's two rows, counted from the tile's first row.
             start = (tile % tiles_per_sequence) * tile_pairs
             row0 = start // group_size
             m0 = (start + pair0) // group_size - row0
             to_m1 = ((start + pair0 + 8) // group_size - row0 - m0) * 4
-            words = masks + ((Int64(tile) * Int64(max_chunks) + Int64(first)) * Int64(mask_rows) + Int64(m0)) * 4
-            at = words
-            plane = Int32(0)  # bytes between the words of a block's tokens: apart in the tile's chunk 0 only
-            if split == 0:
-                at = first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(mask_rows) + Int64(m0)) * 4
-                plane = chunk_bytes
+            # Chunk 0 has words for each of a block's tokens, `plane` bytes apart.
+            plane = mask_rows * 4
+            at = first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(mask_rows) + Int64(m0)) * 4
             w0 = union_ops.load_i32(at)
             w0_odd = union_ops.load_i32(at + Int64(plane))
             w1 = union_ops.load_i32(at + Int64(to_m1))
@@ -385,11 +354,11 @@ class UnionPrefill:
             flying = Int32(-1)  # the chunk whose P V is in flight
             done = ring  # the chunk whose P V comes next, and its barrier
             done_full = ring % 2
-            for i in cutlass.range(1, shared + own_pairs, unroll=1):
+            for i in cutlass.range(1, ns + pairs, unroll=1):
                 next_chunk = ring + i
                 next_full = next_chunk % 2
-                if i >= shared:
-                    next_chunk = next_chunk + i - shared + wg
+                if i >= ns:
+                    next_chunk = next_chunk + i - ns + wg
                     next_full = 2 + wg
                 k_phases, v_phases = self.step(
                     qk_mma, pv_mma, accS, accO, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
@@ -401,45 +370,36 @@ class UnionPrefill:
                 done_full = next_full
             self.finish(flying, v_empty, tS, tP)
             next_item, next_ns, next_pairs = self.find_item(
-                item + step, num_items, counts, num_kv_heads, num_tiles, num_splits
+                item + step, num_items, counts, num_kv_heads, num_tiles
             )
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)  # the warpgroup is done with Q
             if next_item < num_items:
                 self.load_q(
                     q, q_batch, q_row, q_head, q_smem, next_item, seq_len, num_kv_heads, group_size, tile_pairs,
-                    tiles_per_sequence, num_tiles, num_splits, warp, lane,
+                    tiles_per_sequence, num_tiles, warp, lane,
                 )
             self.rescale(tO, tScale)
             v_phases = self.wait(v_full, done_full, v_phases)
             self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, done % 2], False)
             warpgroup.wait_group(0)
             self.release(v_empty, done)
-            ring = ring + shared + 2 * own_pairs
+            ring = ring + ns + 2 * pairs
 
-            unit = tile * num_kv_heads + kv_head
-            if const_expr(self.fin):
-                self.check_finite(tO, row_path + Int64(unit) * 4, lane)
+            self.check_finite(tO, row_path + Int64(tile * num_kv_heads + kv_head) * 4, lane)
             for j in cutlass.range_constexpr(2):
                 tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=1)
                 tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=2)
-            last = Int32(1)
-            if num_splits > 1:
-                last = self.merge(
-                    tO, tMax, tSum, partial_o, partial_stats, split_counters, unit, split, num_splits,
-                    cutlass.min(num_splits, ns), arrivals, scale_log2, tid,
-                )
-            if last != 0:
-                batch = tile // tiles_per_sequence
-                head = Int64(kv_head * group_size)
-                o_base = o + (Int64(batch) * o_batch + head * o_head) * 2
-                lse_base = Int64(0)
-                if lse != 0:
-                    lse_base = lse + (Int64(batch) * Int64(seq_len) * Int64(num_kv_heads * group_size) + head) * 4
-                live = cutlass.min(seq_len * group_size - start, tile_pairs)
-                self.store(
-                    tO, tMax, tSum, o_base, o_row * 2, o_head * 2, lse_base, num_kv_heads * group_size, start, live,
-                    group_size, scale_log2, pair0, lane,
-                )
+            batch = tile // tiles_per_sequence
+            head = Int64(kv_head * group_size)
+            o_base = o + (Int64(batch) * o_batch + head * o_head) * 2
+            lse_base = Int64(0)
+            if lse != 0:
+                lse_base = lse + (Int64(batch) * Int64(seq_len) * Int64(num_kv_heads * group_size) + head) * 4
+            live = cutlass.min(seq_len * group_size - start, tile_pairs)
+            self.store(
+                tO, tMax, tSum, o_base, o_row * 2, o_head * 2, lse_base, num_kv_heads * group_size, start, live,
+                group_size, scale_log2, pair0, lane,
+            )
             item, ns, pairs = next_item, next_ns, next_pairs
 
     @cute.jit
@@ -496,10 +456,10 @@ class UnionPrefill:
     def load_q(
         self, q: Int64, q_batch: Int64, q_row: Int64, q_head: Int64, q_smem: Int32, item: Int32, seq_len: Int32,
         num_kv_heads: Int32, group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32,
-        num_splits: Int32, warp: Int32, lane: Int32,
+        warp: Int32, lane: Int32,
     ):
         """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
-        tile, kv_head, _ = self.place(item, num_kv_heads, num_tiles, num_splits)
+        tile, kv_head = self.place(item, num_kv_heads, num_tiles)
         start = (tile % tiles_per_sequence) * tile_pairs
         live = cutlass.min(seq_len * group_size - start, tile_pairs) - warp * 16
         row = (start + warp * 16) // group_size
@@ -522,176 +482,3 @@ class UnionPrefill:
                 Int32(16) if wanted else Int32(0),
             )
         cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def gemm(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: cutlass.Constexpr[bool]):
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not zero)
-        for k in cutlass.range_constexpr(cute.size(a.shape[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    # ---- softmax -------------------------------------------------------------------------------------
-
-    @cute.jit
-    def apply_masks(self, tS: cute.Tensor, w0: Int32, w0_odd: Int32, w1: Int32, w1_odd: Int32):
-        """-inf where the row's bit of the block is 0; words of the two rows, for even and odd columns."""
-        words = (w0, w0_odd, w1, w1_odd)
-        for i in cutlass.range_constexpr(self.tile // 8):
-            for j in cutlass.range_constexpr(4):
-                tS[4 * i + j] = tS[4 * i + j] if (words[j] & (1 << (2 * i))) != 0 else -Float32.inf
-
-    @cute.jit
-    def softmax(
-        self, tS: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, scale_log2: Float32
-    ):
-        """tS from scores to exponentials; maxima, this lane's sums, and the factor that O is still to be scaled by."""
-        for j in cutlass.range_constexpr(2):
-            old = tMax[j]
-            p = [tS[2 * j], tS[2 * j + 1], tS[4 + 2 * j], tS[4 + 2 * j + 1]]
-            for i in cutlass.range_constexpr(2, self.tile // 8, 2):
-                for k in cutlass.range_constexpr(2):
-                    p[k] = cute.arch.fmax(p[k], tS[4 * i + 2 * j + k])
-                    p[2 + k] = cute.arch.fmax(p[2 + k], tS[4 * i + 4 + 2 * j + k])
-            top = cute.arch.fmax(cute.arch.fmax(p[0], p[1]), cute.arch.fmax(p[2], p[3]))
-            top = cute.arch.fmax(top, old)
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-            top = old if (top - old) * scale_log2 <= RESCALE_THRESHOLD else top
-            tMax[j] = top
-            shift = top * scale_log2
-            factor = cute.math.exp2((old - top) * scale_log2, fastmath=True)
-            sums = [tSum[j] * factor, Float32(0.0)]
-            for i in cutlass.range_constexpr(self.tile // 8):
-                for k in cutlass.range_constexpr(2):
-                    e = cute.math.exp2(tS[4 * i + 2 * j + k] * scale_log2 - shift, fastmath=True)
-                    tS[4 * i + 2 * j + k] = e
-                    sums[k] = sums[k] + e
-            tSum[j] = sums[0] + sums[1]
-            tScale[j] = factor
-
-    @cute.jit
-    def rescale(self, tO: cute.Tensor, tScale: cute.Tensor):
-        """Scale O by what `softmax` left; most chunks need none, so one vote spares the warp the products."""
-        if cute.arch.vote_any_sync((tScale[0] != 1.0) | (tScale[1] != 1.0)):
-            for i in cutlass.range_constexpr(self.head_dim // 8):
-                for j in cutlass.range_constexpr(4):
-                    tO[4 * i + j] = tO[4 * i + j] * tScale[j // 2]
-
-    @cute.jit
-    def pack(self, tS: cute.Tensor, tP: cute.Tensor):
-        for i in cutlass.range_constexpr(self.tile // 4):
-            tP[i] = ops.pack_2(self.dtype, tS[2 * i], tS[2 * i + 1])
-
-    # ---- output --------------------------------------------------------------------------------------
-
-    @cute.jit
-    def check_finite(self, tO: cute.Tensor, flag: Int64, lane: Int32):
-        """Give the tile to the row path if O holds an inf or NaN, whosever it is."""
-        check = [Float32(0.0), Float32(0.0)]
-        for i in cutlass.range_constexpr(self.head_dim // 2):
-            check[i % 2] = tO[i] * 0.0 + check[i % 2]
-        total = check[0] + check[1]
-        if cute.arch.vote_any_sync(total != 0.0):
-            if lane == 0:
-                ops.store_global_i32(flag, Int32(1))
-
-    @cute.jit
-    def merge(
-        self, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, partial_o: Int64, partial_stats: Int64,
-        split_counters: Int64, unit: Int32, split: Int32, num_splits: Int32, splits: Int32, arrivals: Int32,
-        scale_log2: Float32, tid: Int32,
-    ) -> Int32:
-        """Leave this split's part; the warpgroup that arrives last adds all in split order. Returns whether it did.
-
-        Partials lie as the threads hold them: only the same thread of another block reads them.
-        """
-        wg = tid // 128
-        o_bytes = PAIRS * self.head_dim * 4
-        slot = Int64(unit) * Int64(num_splits)
-        o_at = partial_o + slot * o_bytes + Int64(tid) * 16
-        s_at = partial_stats + slot * (256 * 16) + Int64(tid) * 16
-        mine = o_at + Int64(split) * o_bytes
-        for i in cutlass.range_constexpr(self.head_dim // 8):
-            ops.store_global_f32x4(mine + i * 4096, (tO[4 * i], tO[4 * i + 1], tO[4 * i + 2], tO[4 * i + 3]))
-        ops.store_global_f32x4(s_at + Int64(split) * 4096, (tMax[0], tSum[0], tMax[1], tSum[1]))
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
-        if tid % 128 == 0:
-            ops.store_shared_i32(
-                arrivals + wg * 4, ops.atomic_add_i32(split_counters + Int64(unit * 2 + wg) * 4, Int32(1))
-            )
-        cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
-        last = Int32(1) if ops.load_shared_i32(arrivals + wg * 4) == splits - 1 else Int32(0)
-        if last != 0:
-            cute.arch.fence_acq_rel_gpu()
-            top0 = Float32(EMPTY_MAX)
-            top1 = Float32(EMPTY_MAX)
-            for p in cutlass.range(splits, unroll=1):
-                stats = ops.load_global_f32x4(s_at + Int64(p) * 4096)
-                top0 = cute.arch.fmax(top0, stats[0])
-                top1 = cute.arch.fmax(top1, stats[2])
-            tMax[0] = top0
-            tMax[1] = top1
-            tSum.fill(0.0)
-            tO.fill(0.0)
-            for p in cutlass.range(splits, unroll=1):
-                stats = ops.load_global_f32x4(s_at + Int64(p) * 4096)
-                f0 = cute.math.exp2((stats[0] - top0) * scale_log2, fastmath=True)
-                f1 = cute.math.exp2((stats[2] - top1) * scale_log2, fastmath=True)
-                tSum[0] = tSum[0] + stats[1] * f0
-                tSum[1] = tSum[1] + stats[3] * f1
-                part = o_at + Int64(p) * o_bytes
-                for i in cutlass.range_constexpr(self.head_dim // 8):
-                    v = ops.load_global_f32x4(part + i * 4096)
-                    tO[4 * i] = tO[4 * i] + v[0] * f0
-                    tO[4 * i + 1] = tO[4 * i + 1] + v[1] * f0
-                    tO[4 * i + 2] = tO[4 * i + 2] + v[2] * f1
-                    tO[4 * i + 3] = tO[4 * i + 3] + v[3] * f1
-        return last
-
-    @cute.jit
-    def store(
-        self, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, o: Int64, o_row: Int64, o_head: Int64, lse: Int64,
-        lse_row: Int32, start: Int32, live: Int32, group_size: Int32, scale_log2: Float32, pair0: Int32, lane: Int32,
-    ):
-        """Normalise and store; a row with nothing selected is zeros, its LSE -inf. Four lanes hold 8 columns in
-        turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes."""
-        for j in cutlass.range_constexpr(2):
-            pair = pair0 + 8 * j
-            row = (start + pair) // group_size
-            head = start + pair - row * group_size
-            inverse = cute.arch.rcp_approx(tSum[j]) if tSum[j] > 0.0 else Float32(0.0)
-            at = o + Int64(row) * o_row + Int64(head) * o_head + Int64((lane % 4) * 16)
-            for k in cutlass.range_constexpr(self.head_dim // 32):
-                v = [
-                    ops.pack_2(
-                        self.dtype, tO[16 * k + 4 * i + 2 * j] * inverse, tO[16 * k + 4 * i + 2 * j + 1] * inverse
-                    )
-                    for i in range(4)
-                ]
-                v = self.transpose_quad(v[0], v[1], v[2], v[3], lane)
-                if pair < live:
-                    union_ops.store_i32x4(at + k * 64, v)
-            if pair < live and lane % 4 == 0 and lse != 0:
-                value = -Float32.inf
-                if tSum[j] > 0.0:
-                    value = (tMax[j] * scale_log2 + cute.math.log2(tSum[j], fastmath=True)) * ops.LN_2
-                ops.store_global_f32(lse + (Int64(row) * Int64(lse_row) + Int64(head)) * 4, value)
-
-    @cute.jit
-    def transpose_quad(self, v0: Int32, v1: Int32, v2: Int32, v3: Int32, lane: Int32):
-        """Among four lanes: lane l gets everybody's v_l, in lane order."""
-        odd = lane % 2 == 1
-        a = cute.arch.shuffle_sync_bfly(v0 if odd else v1, offset=1)
-        b = cute.arch.shuffle_sync_bfly(v2 if odd else v3, offset=1)
-        v0, v1 = a if odd else v0, v1 if odd else a
-        v2, v3 = b if odd else v2, v3 if odd else b
-        high = lane % 4 >= 2
-        a = cute.arch.shuffle_sync_bfly(v0 if high else v2, offset=2)
-        b = cute.arch.shuffle_sync_bfly(v1 if high else v3, offset=2)
-        v0, v2 = a if high else v0, v2 if high else a
-        v1, v3 = b if high else v1, v3 if high else b
-        return v0, v1, v2, v3

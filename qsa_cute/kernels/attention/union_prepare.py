@@ -27,7 +27,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from qsa_cute.kernels.attention import union_layout, union_ops
+from qsa_cute import union_layout
+from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
@@ -45,7 +46,6 @@ PARAMS = (
     ptr("union_masks", "i32"),
     ptr("union_first_masks", "i32"),
     ptr("row_path", "i32"),
-    ptr("split_counters", "i32"),
     i32("seq_len"),
     i32("kv_seq_len"),
     i32("num_kv_heads"),
@@ -62,13 +62,14 @@ PARAMS = (
     i64("indices_stride_row"),
 )
 
-import os
-THREADS = int(os.environ.get("PT", "256"))
+THREADS = 256
 WARPS = THREADS // 32
-ID_ROWS, LIST_ROWS = int(os.environ.get("PR", "12")), int(os.environ.get("PL", "4"))  # rows whose loads a thread has in flight: one word, or four, a row
+BLOCKS_PER_SM = 4
+ID_ROWS, LIST_ROWS = 12, 4  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 BLOCK_TOKENS = union_layout.BLOCK_TOKENS
 RECORDS = union_layout.RECORDS
 HALF = 64  # pairs of a warpgroup
+CHUNK_COST = 24  # selected blocks that the row kernel does in the time of one chunk here, as measured on an H200
 FREE_CHUNKS = 4  # so short a union is not worth the row path
 
 # Shared memory: the fixed part, in bytes.
@@ -78,8 +79,8 @@ MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
 class UnionPrepare:
     early_launch = early.SUPPORTED
 
-    def __init__(self, head_dim: int, dtype: str, tile: int, chunk_cost: int = 24):
-        self.tile, self.chunk_cost = tile, chunk_cost
+    def __init__(self, head_dim: int, dtype: str, tile: int):
+        self.tile = tile
         self.blocks = tile // BLOCK_TOKENS
         self.threads = THREADS
         self.smem_bytes = union_layout.MAX_SMEM_BYTES
@@ -89,25 +90,25 @@ class UnionPrepare:
         self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, k_map: tuple, v_map: tuple, indices: cute.Pointer, context_lengths: cute.Pointer,
         query_starts: cute.Pointer, tensor_maps: cute.Pointer, union_counts: cute.Pointer,
         union_entries: cute.Pointer, union_masks: cute.Pointer, union_first_masks: cute.Pointer,
-        row_path: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
+        row_path: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
         max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, v_stride_batch: Int64, indices_stride_batch: Int64,
         indices_stride_row: Int64, stream: cuda.CUstream,
     ):
         self.kernel(
             k_ptr, v_ptr, k_map, v_map, indices, context_lengths, query_starts, tensor_maps, union_counts, union_entries,
-            union_masks, union_first_masks, row_path, split_counters, seq_len, kv_seq_len, num_kv_heads, group_size,
+            union_masks, union_first_masks, row_path, seq_len, kv_seq_len, num_kv_heads, group_size,
             top_k, index_kind, tile_pairs, tiles_per_sequence, max_chunks, mask_rows, k_stride_batch, v_stride_batch,
             indices_stride_batch, indices_stride_row,
         ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=self.smem_bytes, stream=stream,
-                 min_blocks_per_mp=int(os.environ.get("PB", "4")), preferred_smem_carveout=100)
+                 min_blocks_per_mp=BLOCKS_PER_SM, preferred_smem_carveout=100)
 
     @cute.kernel
     def kernel(
         self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, k_map: tuple, v_map: tuple, indices: cute.Pointer, context_lengths: cute.Pointer,
         query_starts: cute.Pointer, tensor_maps: cute.Pointer, union_counts: cute.Pointer,
         union_entries: cute.Pointer, union_masks: cute.Pointer, union_first_masks: cute.Pointer,
-        row_path: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
+        row_path: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
         group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
         max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, v_stride_batch: Int64, indices_stride_batch: Int64,
         indices_stride_row: Int64,
@@ -143,8 +144,6 @@ class UnionPrepare:
         if tid == 0:
             ops.store_shared_i32(smem + NUM_RECORDS, Int32(0))
             ops.store_shared_i32(smem + BAD, Int32(0))
-        if tid < 2 * num_kv_heads:
-            ops.store_global_i32(split_counters.toint() + Int64(tile * num_kv_heads * 2 + tid) * 4, Int32(0))
         if tile % tiles_per_sequence == 0 and tid < 64:
             self.publish_map(
                 smem + MAPS, tensor_maps.toint() + Int64(batch) * 256, k_map, v_map,
@@ -189,7 +188,7 @@ class UnionPrepare:
         chunks = ns + 2 * pairs
         fits = (
             (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (chunks <= max_chunks)
-            & ((chunks - FREE_CHUNKS) * self.chunk_cost <= selected)
+            & ((chunks - FREE_CHUNKS) * CHUNK_COST <= selected)
         )
         if fits:
             if tid < ns * self.blocks - shared_blocks:

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowGather, RowOutput, Share
 from qsa_cute.kernels.attention.sparse_prefill import DenseTokens
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
 PARAMS = (
@@ -68,6 +68,13 @@ class RowList:
 
 
 class UnionRows(RowGather):
+    early_launch = True
+
+    def __init__(self, head_dim: int, dtype: str, **tuning: int):
+        super().__init__(head_dim, dtype, **tuning)
+        self.sizes["place"] = 16  # where the block is in its units: in registers, it would spill
+        self.lay_out()
+
     @cute.jit
     def __call__(
         self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
@@ -102,8 +109,7 @@ class UnionRows(RowGather):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        early.begin()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
         tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
         tMax = cute.make_rmem_tensor((2,), Float32)
@@ -117,7 +123,9 @@ class UnionRows(RowGather):
             marked = cute.arch.vote_ballot_sync(mark != 0)
             while marked != 0:
                 unit = first + union_ops.count_trailing_zeros(marked) * step
-                marked = marked & (marked - 1)
+                # Every thread writes the same; the loop's last barrier lies between the reads and the next writes.
+                ops.store_shared_i32x2(smem + self.at["place"], first, marked & (marked - 1))
+                ops.store_shared_i32(smem + self.at["place"] + 8, unit)
                 kv_head = unit % num_kv_heads
                 row = (unit // num_kv_heads) % seq_len
                 batch = unit // num_kv_heads // seq_len
@@ -150,6 +158,13 @@ class UnionRows(RowGather):
                         smem, source, RowList(at, index_kind, columns, position), entries,
                         attention_scale * ops.LOG2_E, Share(Int32(0), Int32(1), group_size), tO, tMax, tSum, tid,
                     )
+                first = ops.load_shared_i32(smem + self.at["place"])
+                marked = ops.load_shared_i32(smem + self.at["place"] + 4)
+                unit = ops.load_shared_i32(smem + self.at["place"] + 8)
+                kv_head = unit % num_kv_heads
+                row = (unit // num_kv_heads) % seq_len
+                batch = unit // num_kv_heads // seq_len
+                head = Int64(kv_head * group_size)
                 lse = lse_ptr.toint()
                 if lse != 0:
                     lse = lse + Int64(unit // num_kv_heads) * Int64(num_kv_heads * group_size * 4) + head * 4
