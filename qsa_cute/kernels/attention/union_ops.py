@@ -50,8 +50,7 @@ def replace_map_field(tensor_map: Int32, field: str, value) -> None:
 def publish_tensor_map(dst: Int64, src: Int32) -> None:
     """Copy a tensor map shared -> global and release it to the tensor-map proxy; by a whole warp."""
     cute.arch.inline_ptx(
-        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
-        "[{$r0}], [{$r1}], 128;",
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [{$r0}], [{$r1}], 128;",
         read_only_args=[dst, src],
     )
 

@@ -92,29 +92,87 @@ class UnionPrefill(UnionTile):
 
     @cute.jit
     def __call__(
-        self, q_ptr: cute.Pointer, o_ptr: cute.Pointer, lse_ptr: cute.Pointer, tensor_maps: cute.Pointer,
-        union_counts: cute.Pointer, union_entries: cute.Pointer, union_masks: cute.Pointer,
-        union_first_masks: cute.Pointer, row_path: cute.Pointer, seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
-        mask_rows: Int32, q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
-        o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64, attention_scale: Float32,
+        self,
+        q_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        tensor_maps: cute.Pointer,
+        union_counts: cute.Pointer,
+        union_entries: cute.Pointer,
+        union_masks: cute.Pointer,
+        union_first_masks: cute.Pointer,
+        row_path: cute.Pointer,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        attention_scale: Float32,
         stream: cuda.CUstream,
     ):
         self.kernel(
-            q_ptr, o_ptr, lse_ptr, tensor_maps, union_counts, union_entries, union_masks, union_first_masks, row_path,
-            seq_len, num_kv_heads, group_size, tile_pairs,
-            tiles_per_sequence, num_tiles, max_chunks, mask_rows, q_stride_batch, q_stride_row,
-            q_stride_head, o_stride_batch, o_stride_row, o_stride_head, attention_scale,
+            q_ptr,
+            o_ptr,
+            lse_ptr,
+            tensor_maps,
+            union_counts,
+            union_entries,
+            union_masks,
+            union_first_masks,
+            row_path,
+            seq_len,
+            num_kv_heads,
+            group_size,
+            tile_pairs,
+            tiles_per_sequence,
+            num_tiles,
+            max_chunks,
+            mask_rows,
+            q_stride_batch,
+            q_stride_row,
+            q_stride_head,
+            o_stride_batch,
+            o_stride_row,
+            o_stride_head,
+            attention_scale,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
-        self, q_ptr: cute.Pointer, o_ptr: cute.Pointer, lse_ptr: cute.Pointer, tensor_maps: cute.Pointer,
-        union_counts: cute.Pointer, union_entries: cute.Pointer, union_masks: cute.Pointer,
-        union_first_masks: cute.Pointer, row_path: cute.Pointer, seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
-        mask_rows: Int32, q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64,
-        o_stride_batch: Int64, o_stride_row: Int64, o_stride_head: Int64, attention_scale: Float32,
+        self,
+        q_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        tensor_maps: cute.Pointer,
+        union_counts: cute.Pointer,
+        union_entries: cute.Pointer,
+        union_masks: cute.Pointer,
+        union_first_masks: cute.Pointer,
+        row_path: cute.Pointer,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -131,13 +189,16 @@ class UnionPrefill(UnionTile):
             v_full: cute.struct.MemRange[Int64, STAGES + 2]
             v_empty: cute.struct.MemRange[Int64, STAGES]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, STAGES * PAIRS], 16]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         bars = (
-            storage.k_full.data_ptr(), storage.k_empty.data_ptr(), storage.v_full.data_ptr(), storage.v_empty.data_ptr()
+            storage.k_full.data_ptr(),
+            storage.k_empty.data_ptr(),
+            storage.v_full.data_ptr(),
+            storage.v_empty.data_ptr(),
         )
         if warp == 0:
             with cute.arch.elect_one():
@@ -151,30 +212,64 @@ class UnionPrefill(UnionTile):
         cute.arch.sync_threads()
         early.begin()
 
-        sQ = storage.sQ.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        sK = storage.sK.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sV = storage.sV.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sVt = cute.composition(
-            sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2))
-        )
+        sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2)))
         num_items = num_tiles * num_kv_heads
         counts = union_counts.toint()
         if warp < 4:
             cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
             self.gather(
-                tensor_maps.toint(), counts, union_entries.toint(), union_masks.toint(), mask_rows, num_items, num_kv_heads, tiles_per_sequence,
-                num_tiles, max_chunks, storage.sK.data_ptr().toint(), storage.sV.data_ptr().toint(),
-                storage.masks.data_ptr().toint(), bars, warp,
+                tensor_maps.toint(),
+                counts,
+                union_entries.toint(),
+                union_masks.toint(),
+                mask_rows,
+                num_items,
+                num_kv_heads,
+                tiles_per_sequence,
+                num_tiles,
+                max_chunks,
+                storage.k.data_ptr().toint(),
+                storage.v.data_ptr().toint(),
+                storage.masks.data_ptr().toint(),
+                bars,
+                warp,
             )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
-                q_ptr.toint(), o_ptr.toint(), lse_ptr.toint(), counts, union_masks.toint(), union_first_masks.toint(),
-                row_path.toint(), seq_len,
-                num_kv_heads, group_size, tile_pairs, tiles_per_sequence, num_tiles, max_chunks, mask_rows,
-                num_items, q_stride_batch, q_stride_row, q_stride_head, o_stride_batch, o_stride_row,
-                o_stride_head, attention_scale * ops.LOG2_E, sQ, sK, sVt, storage.sQ.data_ptr().toint(),
-                storage.masks.data_ptr().toint(), bars, tid - 128,
+                q_ptr.toint(),
+                o_ptr.toint(),
+                lse_ptr.toint(),
+                counts,
+                union_masks.toint(),
+                union_first_masks.toint(),
+                row_path.toint(),
+                seq_len,
+                num_kv_heads,
+                group_size,
+                tile_pairs,
+                tiles_per_sequence,
+                num_tiles,
+                max_chunks,
+                mask_rows,
+                num_items,
+                q_stride_batch,
+                q_stride_row,
+                q_stride_head,
+                o_stride_batch,
+                o_stride_row,
+                o_stride_head,
+                attention_scale * ops.LOG2_E,
+                sQ,
+                sK,
+                sVt,
+                storage.q.data_ptr().toint(),
+                storage.masks.data_ptr().toint(),
+                bars,
+                tid - 128,
             )
 
     # ---- items ---------------------------------------------------------------------------------------
@@ -204,9 +299,22 @@ class UnionPrefill(UnionTile):
 
     @cute.jit
     def gather(
-        self, maps: Int64, counts: Int64, entries: Int64, masks: Int64, mask_rows: Int32, num_items: Int32, num_kv_heads: Int32,
-        tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32, sK: Int32, sV: Int32,
-        sMasks: Int32, bars, warp: Int32,
+        self,
+        maps: Int64,
+        counts: Int64,
+        entries: Int64,
+        masks: Int64,
+        mask_rows: Int32,
+        num_items: Int32,
+        num_kv_heads: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        max_chunks: Int32,
+        sK: Int32,
+        sV: Int32,
+        sMasks: Int32,
+        bars,
+        warp: Int32,
     ):
         """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
         k_full, k_empty, v_full, v_empty = bars
@@ -250,8 +358,15 @@ class UnionPrefill(UnionTile):
 
     @cute.jit
     def fill(
-        self, tensor_map: Int64, entries: Int64, kv_head: Int32, slots: Int32, full: cute.Pointer,
-        empty: cute.Pointer, ring: Int32, exclusive: Int32,
+        self,
+        tensor_map: Int64,
+        entries: Int64,
+        kv_head: Int32,
+        slots: Int32,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        ring: Int32,
+        exclusive: Int32,
     ):
         """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
         t = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
@@ -265,7 +380,11 @@ class UnionPrefill(UnionTile):
         for j in cutlass.range_constexpr(self.warp_blocks):
             for c in cutlass.range_constexpr(self.boxes):
                 union_ops.tma_load_3d(
-                    dst + (j * 4 * BOX_BYTES + c * (self.tile * 128)), tensor_map, Int32(c * BOX_COLUMNS), kv_head, t[j],
+                    dst + (j * 4 * BOX_BYTES + c * (self.tile * 128)),
+                    tensor_map,
+                    Int32(c * BOX_COLUMNS),
+                    kv_head,
+                    t[j],
                     Int32(barrier.toint()),
                 )
 
@@ -273,21 +392,57 @@ class UnionPrefill(UnionTile):
 
     @cute.jit
     def consume(
-        self, q: Int64, o: Int64, lse: Int64, counts: Int64, masks: Int64, first_masks: Int64, row_path: Int64,
-        seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32, max_chunks: Int32,
-        mask_rows: Int32, num_items: Int32, q_batch: Int64, q_row: Int64, q_head: Int64,
-        o_batch: Int64, o_row: Int64, o_head: Int64, scale_log2: Float32, sQ: cute.Tensor, sK: cute.Tensor,
-        sVt: cute.Tensor, q_smem: Int32, sMasks: Int32, bars, tid: Int32,
+        self,
+        q: Int64,
+        o: Int64,
+        lse: Int64,
+        counts: Int64,
+        masks: Int64,
+        first_masks: Int64,
+        row_path: Int64,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        num_items: Int32,
+        q_batch: Int64,
+        q_row: Int64,
+        q_head: Int64,
+        o_batch: Int64,
+        o_row: Int64,
+        o_head: Int64,
+        scale_log2: Float32,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sVt: cute.Tensor,
+        q_smem: Int32,
+        sMasks: Int32,
+        bars,
+        tid: Int32,
     ):
         k_full, k_empty, v_full, v_empty = bars
         qk_mma = hopper.make_trivial_tiled_mma(
-            self.element, self.element, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.K, Float32,
-            atom_layout_mnk=(2, 1, 1), tiler_mn=(64, self.tile),
+            self.element,
+            self.element,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+            Float32,
+            atom_layout_mnk=(2, 1, 1),
+            tiler_mn=(64, self.tile),
         )
         pv_mma = hopper.make_trivial_tiled_mma(
-            self.element, self.element, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN, Float32,
-            atom_layout_mnk=(2, 1, 1), tiler_mn=(64, self.head_dim), a_source=warpgroup.OperandSource.RMEM,
+            self.element,
+            self.element,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.MN,
+            Float32,
+            atom_layout_mnk=(2, 1, 1),
+            tiler_mn=(64, self.head_dim),
+            a_source=warpgroup.OperandSource.RMEM,
         )
         wg = cute.arch.make_warp_uniform(tid // 128)
         lane = tid % 32
@@ -318,8 +473,20 @@ class UnionPrefill(UnionTile):
         item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles)
         if item < num_items:
             self.load_q(
-                q, q_batch, q_row, q_head, q_smem, item, seq_len, num_kv_heads, group_size, tile_pairs,
-                tiles_per_sequence, num_tiles, warp, lane,
+                q,
+                q_batch,
+                q_row,
+                q_head,
+                q_smem,
+                item,
+                seq_len,
+                num_kv_heads,
+                group_size,
+                tile_pairs,
+                tiles_per_sequence,
+                num_tiles,
+                warp,
+                lane,
             )
         while item < num_items:
             tile, kv_head = self.place(item, num_kv_heads, num_tiles)
@@ -361,22 +528,55 @@ class UnionPrefill(UnionTile):
                     next_chunk = next_chunk + i - ns + wg
                     next_full = 2 + wg
                 k_phases, v_phases = self.step(
-                    qk_mma, pv_mma, accS, accO, tSrQ, tSrK, tOrP, tOrV, tS, tO, tP, tMax, tSum, tScale,
-                    half, at0, to_m1, next_chunk, next_full, done, done_full, flying, bars, k_phases, v_phases,
+                    qk_mma,
+                    pv_mma,
+                    accS,
+                    accO,
+                    tSrQ,
+                    tSrK,
+                    tOrP,
+                    tOrV,
+                    tS,
+                    tO,
+                    tP,
+                    tMax,
+                    tSum,
+                    tScale,
+                    half,
+                    at0,
+                    to_m1,
+                    next_chunk,
+                    next_full,
+                    done,
+                    done_full,
+                    flying,
+                    bars,
+                    k_phases,
+                    v_phases,
                     scale_log2,
                 )
                 flying = done
                 done = next_chunk
                 done_full = next_full
             self.finish(flying, v_empty, tS, tP)
-            next_item, next_ns, next_pairs = self.find_item(
-                item + step, num_items, counts, num_kv_heads, num_tiles
-            )
+            next_item, next_ns, next_pairs = self.find_item(item + step, num_items, counts, num_kv_heads, num_tiles)
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)  # the warpgroup is done with Q
             if next_item < num_items:
                 self.load_q(
-                    q, q_batch, q_row, q_head, q_smem, next_item, seq_len, num_kv_heads, group_size, tile_pairs,
-                    tiles_per_sequence, num_tiles, warp, lane,
+                    q,
+                    q_batch,
+                    q_row,
+                    q_head,
+                    q_smem,
+                    next_item,
+                    seq_len,
+                    num_kv_heads,
+                    group_size,
+                    tile_pairs,
+                    tiles_per_sequence,
+                    num_tiles,
+                    warp,
+                    lane,
                 )
             self.rescale(tO, tScale)
             v_phases = self.wait(v_full, done_full, v_phases)
@@ -397,19 +597,54 @@ class UnionPrefill(UnionTile):
                 lse_base = lse + (Int64(batch) * Int64(seq_len) * Int64(num_kv_heads * group_size) + head) * 4
             live = cutlass.min(seq_len * group_size - start, tile_pairs)
             self.store(
-                tO, tMax, tSum, o_base, o_row * 2, o_head * 2, lse_base, num_kv_heads * group_size, start, live,
-                group_size, scale_log2, pair0, lane,
+                tO,
+                tMax,
+                tSum,
+                o_base,
+                o_row * 2,
+                o_head * 2,
+                lse_base,
+                num_kv_heads * group_size,
+                start,
+                live,
+                group_size,
+                scale_log2,
+                pair0,
+                lane,
             )
             item, ns, pairs = next_item, next_ns, next_pairs
 
     @cute.jit
     def step(
-        self, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma, accS: cute.Tensor, accO: cute.Tensor,
-        tSrQ: cute.Tensor, tSrK: cute.Tensor, tOrP: cute.Tensor, tOrV: cute.Tensor, tS: cute.Tensor,
-        tO: cute.Tensor, tP: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, half: Int32, at0: Int32, to_m1: Int32, k: Int32, k_bar: Int32, v: Int32, v_bar: Int32,
-        flying: Int32, bars, k_phases: Int32, v_phases: Int32, scale_log2: Float32,
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        accS: cute.Tensor,
+        accO: cute.Tensor,
+        tSrQ: cute.Tensor,
+        tSrK: cute.Tensor,
+        tOrP: cute.Tensor,
+        tOrV: cute.Tensor,
+        tS: cute.Tensor,
+        tO: cute.Tensor,
+        tP: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        tScale: cute.Tensor,
+        half: Int32,
+        at0: Int32,
+        to_m1: Int32,
+        k: Int32,
+        k_bar: Int32,
+        v: Int32,
+        v_bar: Int32,
+        flying: Int32,
+        bars,
+        k_phases: Int32,
+        v_phases: Int32,
+        scale_log2: Float32,
     ):
-        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's scores; the new phases."""
+        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's; the new phases."""
         k_full, k_empty, v_full, v_empty = bars
         self.finish(flying, v_empty, tS, tP)
         k_phases = self.wait(k_full, k_bar, k_phases)
@@ -454,9 +689,21 @@ class UnionPrefill(UnionTile):
 
     @cute.jit
     def load_q(
-        self, q: Int64, q_batch: Int64, q_row: Int64, q_head: Int64, q_smem: Int32, item: Int32, seq_len: Int32,
-        num_kv_heads: Int32, group_size: Int32, tile_pairs: Int32, tiles_per_sequence: Int32, num_tiles: Int32,
-        warp: Int32, lane: Int32,
+        self,
+        q: Int64,
+        q_batch: Int64,
+        q_row: Int64,
+        q_head: Int64,
+        q_smem: Int32,
+        item: Int32,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        warp: Int32,
+        lane: Int32,
     ):
         """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
         tile, kv_head = self.place(item, num_kv_heads, num_tiles)
@@ -465,7 +712,8 @@ class UnionPrefill(UnionTile):
         row = (start + warp * 16) // group_size
         head = start + warp * 16 - row * group_size
         mine = (head + lane % 16) // group_size
-        offset = Int32(mine * Int32(q_row) + (head + lane % 16 - mine * group_size) * Int32(q_head))  # of pair lane % 16
+        # Elements from the warp's first row to pair lane % 16.
+        offset = mine * Int32(q_row) + (head + lane % 16 - mine * group_size) * Int32(q_head)
         chunks = self.head_dim // 8  # 16-byte pieces of a row; a warp copies 32 at a time
         at_once = 32 // chunks
         piece = lane % chunks
@@ -478,7 +726,8 @@ class UnionPrefill(UnionTile):
             src = base + Int64(cute.arch.shuffle_sync(offset, offset=m)) * 2
             wanted = m < live
             union_ops.cp_async_16(
-                dst + j * at_once * 128 + (swizzled ^ (j * at_once % 8 * 16)), src if wanted else base,
+                dst + j * at_once * 128 + (swizzled ^ (j * at_once % 8 * 16)),
+                src if wanted else base,
                 Int32(16) if wanted else Int32(0),
             )
         cute.arch.cp_async_commit_group()

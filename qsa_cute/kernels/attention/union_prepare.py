@@ -25,7 +25,7 @@ the context: `union_layout.prepare_smem_bytes`.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from qsa_cute import union_layout
 from qsa_cute.kernels.attention import union_ops
@@ -87,30 +87,102 @@ class UnionPrepare:
 
     @cute.jit
     def __call__(
-        self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, k_map: tuple, v_map: tuple, indices: cute.Pointer, context_lengths: cute.Pointer,
-        query_starts: cute.Pointer, tensor_maps: cute.Pointer, union_counts: cute.Pointer,
-        union_entries: cute.Pointer, union_masks: cute.Pointer, union_first_masks: cute.Pointer,
-        row_path: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
-        max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, v_stride_batch: Int64, indices_stride_batch: Int64,
-        indices_stride_row: Int64, stream: cuda.CUstream,
+        self,
+        k_ptr: cute.Pointer,
+        v_ptr: cute.Pointer,
+        k_map: tuple,
+        v_map: tuple,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        tensor_maps: cute.Pointer,
+        union_counts: cute.Pointer,
+        union_entries: cute.Pointer,
+        union_masks: cute.Pointer,
+        union_first_masks: cute.Pointer,
+        row_path: cute.Pointer,
+        seq_len: Int32,
+        kv_seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        top_k: Int32,
+        index_kind: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        k_stride_batch: Int64,
+        v_stride_batch: Int64,
+        indices_stride_batch: Int64,
+        indices_stride_row: Int64,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            k_ptr, v_ptr, k_map, v_map, indices, context_lengths, query_starts, tensor_maps, union_counts, union_entries,
-            union_masks, union_first_masks, row_path, seq_len, kv_seq_len, num_kv_heads, group_size,
-            top_k, index_kind, tile_pairs, tiles_per_sequence, max_chunks, mask_rows, k_stride_batch, v_stride_batch,
-            indices_stride_batch, indices_stride_row,
-        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=self.smem_bytes, stream=stream,
-                 min_blocks_per_mp=BLOCKS_PER_SM, preferred_smem_carveout=100)
+            k_ptr,
+            v_ptr,
+            k_map,
+            v_map,
+            indices,
+            context_lengths,
+            query_starts,
+            tensor_maps,
+            union_counts,
+            union_entries,
+            union_masks,
+            union_first_masks,
+            row_path,
+            seq_len,
+            kv_seq_len,
+            num_kv_heads,
+            group_size,
+            top_k,
+            index_kind,
+            tile_pairs,
+            tiles_per_sequence,
+            max_chunks,
+            mask_rows,
+            k_stride_batch,
+            v_stride_batch,
+            indices_stride_batch,
+            indices_stride_row,
+        ).launch(
+            grid=(1, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=BLOCKS_PER_SM,
+            preferred_smem_carveout=100,
+        )
 
     @cute.kernel
     def kernel(
-        self, k_ptr: cute.Pointer, v_ptr: cute.Pointer, k_map: tuple, v_map: tuple, indices: cute.Pointer, context_lengths: cute.Pointer,
-        query_starts: cute.Pointer, tensor_maps: cute.Pointer, union_counts: cute.Pointer,
-        union_entries: cute.Pointer, union_masks: cute.Pointer, union_first_masks: cute.Pointer,
-        row_path: cute.Pointer, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
-        max_chunks: Int32, mask_rows: Int32, k_stride_batch: Int64, v_stride_batch: Int64, indices_stride_batch: Int64,
+        self,
+        k_ptr: cute.Pointer,
+        v_ptr: cute.Pointer,
+        k_map: tuple,
+        v_map: tuple,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        tensor_maps: cute.Pointer,
+        union_counts: cute.Pointer,
+        union_entries: cute.Pointer,
+        union_masks: cute.Pointer,
+        union_first_masks: cute.Pointer,
+        row_path: cute.Pointer,
+        seq_len: Int32,
+        kv_seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        top_k: Int32,
+        index_kind: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        k_stride_batch: Int64,
+        v_stride_batch: Int64,
+        indices_stride_batch: Int64,
         indices_stride_row: Int64,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -146,24 +218,42 @@ class UnionPrepare:
             ops.store_shared_i32(smem + BAD, Int32(0))
         if tile % tiles_per_sequence == 0 and tid < 64:
             self.publish_map(
-                smem + MAPS, tensor_maps.toint() + Int64(batch) * 256, k_map, v_map,
-                k_ptr.toint() + Int64(batch) * k_stride_batch * 2, v_ptr.toint() + Int64(batch) * v_stride_batch * 2,
-                length, tid,
+                smem + MAPS,
+                tensor_maps.toint() + Int64(batch) * 256,
+                k_map,
+                v_map,
+                k_ptr.toint() + Int64(batch) * k_stride_batch * 2,
+                v_ptr.toint() + Int64(batch) * v_stride_batch * 2,
+                length,
+                tid,
             )
         cute.arch.sync_threads()
 
         added = Int32(0)
         if index_kind == 2:
-            added = self.read_ids(smem, bitmaps, partial, records, ids, indices_stride_row * 4, top_k, live, length,
-                                  words, tid)
+            added = self.read_ids(
+                smem, bitmaps, partial, records, ids, indices_stride_row * 4, top_k, live, length, words, tid
+            )
             row = tid
             while row < live:
                 tail = position + row + 1
                 self.record(smem, partial, records, row, tail // 4, (1 << (tail % 4)) - 1, length)
                 row = row + THREADS
         else:
-            added = self.read_list(smem, bitmaps, partial, records, ids, indices_stride_row * 4, top_k, index_kind,
-                                   live, length, words, tid)
+            added = self.read_list(
+                smem,
+                bitmaps,
+                partial,
+                records,
+                ids,
+                indices_stride_row * 4,
+                top_k,
+                index_kind,
+                live,
+                length,
+                words,
+                tid,
+            )
         cute.arch.sync_threads()
 
         # Places: per thread `each` neighbouring words.
@@ -187,19 +277,42 @@ class UnionPrepare:
         num_records = ops.load_shared_i32(smem + NUM_RECORDS)
         chunks = ns + 2 * pairs
         fits = (
-            (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (chunks <= max_chunks)
+            (twice == 0)
+            & (num_records <= RECORDS)
+            & (partial_blocks <= self.blocks)
+            & (chunks <= max_chunks)
             & ((chunks - FREE_CHUNKS) * CHUNK_COST <= selected)
         )
         if fits:
             if tid < ns * self.blocks - shared_blocks:
                 ops.store_shared_i32(places + (shared_blocks + tid) * 4, Int32(-1))
-            self.assign(bitmaps, partial, places, before0, before1, partial_blocks, ns, limit, each, words, live,
-                        a_rows, first_b, tid)
+            self.assign(
+                bitmaps,
+                partial,
+                places,
+                before0,
+                before1,
+                partial_blocks,
+                ns,
+                limit,
+                each,
+                words,
+                live,
+                a_rows,
+                first_b,
+                tid,
+            )
             cute.arch.sync_threads()
             self.write_chunks(
-                bitmaps, planes, places, union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4),
-                union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4), chunks, words,
-                mask_rows, tid,
+                bitmaps,
+                planes,
+                places,
+                union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4),
+                union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4),
+                chunks,
+                words,
+                mask_rows,
+                tid,
             )
             cute.arch.sync_threads()
             if tid < num_records:
@@ -236,8 +349,18 @@ class UnionPrepare:
 
     @cute.jit
     def read_ids(
-        self, smem: Int32, bitmaps: Int32, partial: Int32, records: Int32, ids: Int64, row_bytes: Int64, top_k: Int32,
-        live: Int32, length: Int32, words: Int32, tid: Int32,
+        self,
+        smem: Int32,
+        bitmaps: Int32,
+        partial: Int32,
+        records: Int32,
+        ids: Int64,
+        row_bytes: Int64,
+        top_k: Int32,
+        live: Int32,
+        length: Int32,
+        words: Int32,
+        tid: Int32,
     ) -> Int32:
         """Block ids to bitmaps; returns how many bits this thread set, those set before included."""
         added = Int32(0)
@@ -258,8 +381,19 @@ class UnionPrepare:
 
     @cute.jit
     def read_list(
-        self, smem: Int32, bitmaps: Int32, partial: Int32, records: Int32, ids: Int64, row_bytes: Int64, top_k: Int32,
-        index_kind: Int32, live: Int32, length: Int32, words: Int32, tid: Int32,
+        self,
+        smem: Int32,
+        bitmaps: Int32,
+        partial: Int32,
+        records: Int32,
+        ids: Int64,
+        row_bytes: Int64,
+        top_k: Int32,
+        index_kind: Int32,
+        live: Int32,
+        length: Int32,
+        words: Int32,
+        tid: Int32,
     ) -> Int32:
         """Token ids, four list places a thread, to bitmaps and records; returns as `read_ids`."""
         added = Int32(0)
@@ -270,27 +404,43 @@ class UnionPrepare:
                 if index_kind == 1:
                     for r in cutlass.range_constexpr(LIST_ROWS):
                         count = ids + Int64(first + r) * row_bytes + Int64(top_k) * 4
-                        end[r] = cutlass.min(
-                            top_k, union_ops.load_i32_if(Int32(first + r < live), count, Int32(0))
-                        )
+                        end[r] = cutlass.min(top_k, union_ops.load_i32_if(Int32(first + r < live), count, Int32(0)))
                 t = [
                     union_ops.load_i32_if(
                         Int32((first + i // 4 < live) & (group * 4 + i % 4 < end[i // 4])),
-                        at + Int64(i // 4) * row_bytes + (i % 4) * 4, Int32(-1),
+                        at + Int64(i // 4) * row_bytes + (i % 4) * 4,
+                        Int32(-1),
                     )
                     for i in range(LIST_ROWS * 4)
                 ]
                 for r in cutlass.range_constexpr(LIST_ROWS):
                     added = added + self.add_tokens(
-                        smem, bitmaps + (first + r) * words * 4, partial, records, first + r, t[4 * r], t[4 * r + 1],
-                        t[4 * r + 2], t[4 * r + 3], length,
+                        smem,
+                        bitmaps + (first + r) * words * 4,
+                        partial,
+                        records,
+                        first + r,
+                        t[4 * r],
+                        t[4 * r + 1],
+                        t[4 * r + 2],
+                        t[4 * r + 3],
+                        length,
                     )
         return added
 
     @cute.jit
     def add_tokens(
-        self, smem: Int32, bitmap: Int32, partial: Int32, records: Int32, row: Int32, t0: Int32, t1: Int32, t2: Int32,
-        t3: Int32, length: Int32,
+        self,
+        smem: Int32,
+        bitmap: Int32,
+        partial: Int32,
+        records: Int32,
+        row: Int32,
+        t0: Int32,
+        t1: Int32,
+        t2: Int32,
+        t3: Int32,
+        length: Int32,
     ) -> Int32:
         """Four entries of a list: usually a whole block; else a record, or one for each token."""
         t = [i if i < length else Int32(-1) for i in (t0, t1, t2, t3)]
@@ -385,8 +535,21 @@ class UnionPrepare:
 
     @cute.jit
     def assign(
-        self, bitmaps: Int32, partial: Int32, places: Int32, before0: Int32, before1: Int32, partial_blocks: Int32,
-        ns: Int32, limit: Int32, each: Int32, words: Int32, live: Int32, a_rows: Int32, first_b: Int32, tid: Int32,
+        self,
+        bitmaps: Int32,
+        partial: Int32,
+        places: Int32,
+        before0: Int32,
+        before1: Int32,
+        partial_blocks: Int32,
+        ns: Int32,
+        limit: Int32,
+        each: Int32,
+        words: Int32,
+        live: Int32,
+        a_rows: Int32,
+        first_b: Int32,
+        tid: Int32,
     ):
         """Write each block of this thread's words to its place."""
         n_shared = before0 & 0xFFFF
@@ -419,8 +582,16 @@ class UnionPrepare:
 
     @cute.jit
     def write_chunks(
-        self, bitmaps: Int32, planes: Int32, places: Int32, entries: Int64, masks: Int64, chunks: Int32, words: Int32,
-        mask_rows: Int32, tid: Int32,
+        self,
+        bitmaps: Int32,
+        planes: Int32,
+        places: Int32,
+        entries: Int64,
+        masks: Int64,
+        chunks: Int32,
+        words: Int32,
+        mask_rows: Int32,
+        tid: Int32,
     ):
         """A warp a chunk: token starts (out of bounds for padding) and a word a row; chunk 0's words to `planes`."""
         lane = tid % 32

@@ -77,33 +77,120 @@ class UnionRows(RowGather):
 
     @cute.jit
     def __call__(
-        self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
-        lse_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
-        row_path: cute.Pointer, batch_size: Int32, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
-        q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64, k_stride_batch: Int64, k_stride_row: Int64,
-        k_stride_head: Int64, v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64, o_stride_batch: Int64,
-        o_stride_row: Int64, o_stride_head: Int64, indices_stride_batch: Int64, indices_stride_row: Int64,
-        attention_scale: Float32, stream: cuda.CUstream,
+        self,
+        q_ptr: cute.Pointer,
+        k_ptr: cute.Pointer,
+        v_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        row_path: cute.Pointer,
+        batch_size: Int32,
+        seq_len: Int32,
+        kv_seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        top_k: Int32,
+        index_kind: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        k_stride_batch: Int64,
+        k_stride_row: Int64,
+        k_stride_head: Int64,
+        v_stride_batch: Int64,
+        v_stride_row: Int64,
+        v_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        indices_stride_batch: Int64,
+        indices_stride_row: Int64,
+        attention_scale: Float32,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, indices, context_lengths, query_starts, row_path, batch_size, seq_len,
-            kv_seq_len, num_kv_heads, group_size, top_k, index_kind, tile_pairs, tiles_per_sequence, q_stride_batch,
-            q_stride_row, q_stride_head, k_stride_batch, k_stride_row, k_stride_head, v_stride_batch, v_stride_row,
-            v_stride_head, o_stride_batch, o_stride_row, o_stride_head, indices_stride_batch, indices_stride_row,
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            o_ptr,
+            lse_ptr,
+            indices,
+            context_lengths,
+            query_starts,
+            row_path,
+            batch_size,
+            seq_len,
+            kv_seq_len,
+            num_kv_heads,
+            group_size,
+            top_k,
+            index_kind,
+            tile_pairs,
+            tiles_per_sequence,
+            q_stride_batch,
+            q_stride_row,
+            q_stride_head,
+            k_stride_batch,
+            k_stride_row,
+            k_stride_head,
+            v_stride_batch,
+            v_stride_row,
+            v_stride_head,
+            o_stride_batch,
+            o_stride_row,
+            o_stride_head,
+            indices_stride_batch,
+            indices_stride_row,
             attention_scale,
-        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
-                 min_blocks_per_mp=self.blocks_per_sm, preferred_smem_carveout=100)
+        ).launch(
+            grid=(1, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,
+        )
 
     @cute.kernel
     def kernel(
-        self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, o_ptr: cute.Pointer,
-        lse_ptr: cute.Pointer, indices: cute.Pointer, context_lengths: cute.Pointer, query_starts: cute.Pointer,
-        row_path: cute.Pointer, batch_size: Int32, seq_len: Int32, kv_seq_len: Int32, num_kv_heads: Int32,
-        group_size: Int32, top_k: Int32, index_kind: Int32, tile_pairs: Int32, tiles_per_sequence: Int32,
-        q_stride_batch: Int64, q_stride_row: Int64, q_stride_head: Int64, k_stride_batch: Int64, k_stride_row: Int64,
-        k_stride_head: Int64, v_stride_batch: Int64, v_stride_row: Int64, v_stride_head: Int64, o_stride_batch: Int64,
-        o_stride_row: Int64, o_stride_head: Int64, indices_stride_batch: Int64, indices_stride_row: Int64,
+        self,
+        q_ptr: cute.Pointer,
+        k_ptr: cute.Pointer,
+        v_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        indices: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        row_path: cute.Pointer,
+        batch_size: Int32,
+        seq_len: Int32,
+        kv_seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        top_k: Int32,
+        index_kind: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        k_stride_batch: Int64,
+        k_stride_row: Int64,
+        k_stride_head: Int64,
+        v_stride_batch: Int64,
+        v_stride_row: Int64,
+        v_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        indices_stride_batch: Int64,
+        indices_stride_row: Int64,
         attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -117,15 +204,20 @@ class UnionRows(RowGather):
         units = batch_size * seq_len * num_kv_heads
         for first in cutlass.range(block, units, step * 32, unroll=1):
             mark = self.mark(
-                row_path.toint(), first + (tid % 32) * step, units, seq_len, num_kv_heads, group_size, tile_pairs,
+                row_path.toint(),
+                first + (tid % 32) * step,
+                units,
+                seq_len,
+                num_kv_heads,
+                group_size,
+                tile_pairs,
                 tiles_per_sequence,
             )
             marked = cute.arch.vote_ballot_sync(mark != 0)
             while marked != 0:
                 unit = first + union_ops.count_trailing_zeros(marked) * step
                 # Every thread writes the same; the loop's last barrier lies between the reads and the next writes.
-                ops.store_shared_i32x2(smem + self.at["place"], first, marked & (marked - 1))
-                ops.store_shared_i32(smem + self.at["place"] + 8, unit)
+                ops.store_shared_i32x2(smem + self.at["place"], unit, marked & (marked - 1))
                 kv_head = unit % num_kv_heads
                 row = (unit // num_kv_heads) % seq_len
                 batch = unit // num_kv_heads // seq_len
@@ -137,7 +229,9 @@ class UnionRows(RowGather):
                 source = DenseTokens(
                     k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
                     v_ptr.toint() + (Int64(batch) * v_stride_batch + Int64(kv_head) * v_stride_head) * 2,
-                    k_stride_row * 2, v_stride_row * 2, cutlass.min(context, kv_seq_len),
+                    k_stride_row * 2,
+                    v_stride_row * 2,
+                    cutlass.min(context, kv_seq_len),
                 )
                 at = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row) * indices_stride_row) * 4
                 columns = top_k
@@ -150,17 +244,25 @@ class UnionRows(RowGather):
                 tMax.fill(EMPTY_MAX)
                 tSum.fill(0.0)
                 if position < context:
-                    q = q_ptr.toint() + (
-                        Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head
-                    ) * 2
+                    q = (
+                        q_ptr.toint()
+                        + (Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head) * 2
+                    )
                     self.load_q(smem, q, q_stride_head * 2, group_size, tid)
                     self.attend(
-                        smem, source, RowList(at, index_kind, columns, position), entries,
-                        attention_scale * ops.LOG2_E, Share(Int32(0), Int32(1), group_size), tO, tMax, tSum, tid,
+                        smem,
+                        source,
+                        RowList(at, index_kind, columns, position),
+                        entries,
+                        attention_scale * ops.LOG2_E,
+                        Share(Int32(0), Int32(1), group_size),
+                        tO,
+                        tMax,
+                        tSum,
+                        tid,
                     )
-                first = ops.load_shared_i32(smem + self.at["place"])
+                unit = ops.load_shared_i32(smem + self.at["place"])
                 marked = ops.load_shared_i32(smem + self.at["place"] + 4)
-                unit = ops.load_shared_i32(smem + self.at["place"] + 8)
                 kv_head = unit % num_kv_heads
                 row = (unit // num_kv_heads) % seq_len
                 batch = unit // num_kv_heads // seq_len
@@ -171,15 +273,23 @@ class UnionRows(RowGather):
                 out = RowOutput(
                     o_ptr.toint()
                     + (Int64(batch) * o_stride_batch + Int64(row) * o_stride_row + head * o_stride_head) * 2,
-                    o_stride_head * 2, lse,
+                    o_stride_head * 2,
+                    lse,
                 )
                 self.store_row(out, group_size, tO, tMax, tSum, tid)
                 cute.arch.sync_threads()
 
     @cute.jit
     def mark(
-        self, row_path: Int64, unit: Int32, units: Int32, seq_len: Int32, num_kv_heads: Int32, group_size: Int32,
-        tile_pairs: Int32, tiles_per_sequence: Int32,
+        self,
+        row_path: Int64,
+        unit: Int32,
+        units: Int32,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
     ) -> Int32:
         """Whether either tile that a unit's heads lie in is marked."""
         found = Int32(0)

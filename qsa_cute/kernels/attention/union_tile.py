@@ -42,9 +42,7 @@ class UnionTile:
                 tS[4 * i + j] = tS[4 * i + j] if (words[j] & (1 << (2 * i))) != 0 else -Float32.inf
 
     @cute.jit
-    def softmax(
-        self, tS: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, scale_log2: Float32
-    ):
+    def softmax(self, tS: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, tScale: cute.Tensor, scale_log2: Float32):
         """tS from scores to exponentials; maxima, this lane's sums, and the factor that O is still to be scaled by."""
         for j in cutlass.range_constexpr(2):
             old = tMax[j]
@@ -98,8 +96,21 @@ class UnionTile:
 
     @cute.jit
     def store(
-        self, tO: cute.Tensor, tMax: cute.Tensor, tSum: cute.Tensor, o: Int64, o_row: Int64, o_head: Int64, lse: Int64,
-        lse_row: Int32, start: Int32, live: Int32, group_size: Int32, scale_log2: Float32, pair0: Int32, lane: Int32,
+        self,
+        tO: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        o: Int64,
+        o_row: Int64,
+        o_head: Int64,
+        lse: Int64,
+        lse_row: Int32,
+        start: Int32,
+        live: Int32,
+        group_size: Int32,
+        scale_log2: Float32,
+        pair0: Int32,
+        lane: Int32,
     ):
         """Normalise and store; a row with nothing selected is zeros, its LSE -inf. Four lanes hold 8 columns in
         turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes."""
