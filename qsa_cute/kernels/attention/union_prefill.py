@@ -28,6 +28,8 @@ Baked: head dim, type, tile. Run-time: everything else. The caller guarantees 16
 and O, and that `union_prepare` ran before this launch on the same stream with the same sizes.
 """
 
+from dataclasses import dataclass
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -73,6 +75,34 @@ BOX_COLUMNS = 64  # of a TMA box: the 128-byte swizzle's width
 BOX_BYTES = BLOCK_TOKENS * BOX_COLUMNS * 2
 STAGES = 2  # slots of the K ring, and of V's
 GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How rows are cut in tiles, and where `union_prepare` left what; the launch's parameters of these names."""
+
+    counts: Int64
+    entries: Int64
+    masks: Int64
+    first_masks: Int64
+    seq_len: Int32
+    num_kv_heads: Int32
+    group_size: Int32
+    tile_pairs: Int32
+    per_sequence: Int32
+    num_tiles: Int32
+    max_chunks: Int32
+    mask_rows: Int32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Q or O: address, and strides in elements."""
+
+    at: Int64
+    batch: Int64
+    row: Int64
+    head: Int64
 
 
 class UnionPrefill(UnionTile):
@@ -216,58 +246,36 @@ class UnionPrefill(UnionTile):
         sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
         sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
         sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2)))
-        num_items = num_tiles * num_kv_heads
-        counts = union_counts.toint()
+        tiles = Tiles(
+            union_counts.toint(),
+            union_entries.toint(),
+            union_masks.toint(),
+            union_first_masks.toint(),
+            seq_len,
+            num_kv_heads,
+            group_size,
+            tile_pairs,
+            tiles_per_sequence,
+            num_tiles,
+            max_chunks,
+            mask_rows,
+        )
+        slots = [Int32(part.data_ptr().toint()) for part in (storage.q, storage.k, storage.v, storage.masks)]
         if warp < 4:
             cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
-            self.gather(
-                tensor_maps.toint(),
-                counts,
-                union_entries.toint(),
-                union_masks.toint(),
-                mask_rows,
-                num_items,
-                num_kv_heads,
-                tiles_per_sequence,
-                num_tiles,
-                max_chunks,
-                storage.k.data_ptr().toint(),
-                storage.v.data_ptr().toint(),
-                storage.masks.data_ptr().toint(),
-                bars,
-                warp,
-            )
+            self.gather(tiles, tensor_maps.toint(), slots[1], slots[2], slots[3], bars, warp)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
-                q_ptr.toint(),
-                o_ptr.toint(),
+                tiles,
+                Heads(q_ptr.toint(), q_stride_batch, q_stride_row, q_stride_head),
+                Heads(o_ptr.toint(), o_stride_batch, o_stride_row, o_stride_head),
                 lse_ptr.toint(),
-                counts,
-                union_masks.toint(),
-                union_first_masks.toint(),
                 row_path.toint(),
-                seq_len,
-                num_kv_heads,
-                group_size,
-                tile_pairs,
-                tiles_per_sequence,
-                num_tiles,
-                max_chunks,
-                mask_rows,
-                num_items,
-                q_stride_batch,
-                q_stride_row,
-                q_stride_head,
-                o_stride_batch,
-                o_stride_row,
-                o_stride_head,
                 attention_scale * ops.LOG2_E,
-                sQ,
-                sK,
-                sVt,
-                storage.q.data_ptr().toint(),
-                storage.masks.data_ptr().toint(),
+                (sQ, sK, sVt),
+                slots[0],
+                slots[3],
                 bars,
                 tid - 128,
             )
@@ -275,20 +283,21 @@ class UnionPrefill(UnionTile):
     # ---- items ---------------------------------------------------------------------------------------
 
     @cute.jit
-    def place(self, item: Int32, num_kv_heads: Int32, num_tiles: Int32):
+    def place(self, tiles: Tiles, item: Int32):
         """(tile, KV head) of an item: the last tiles first, a tile's heads together."""
-        return num_tiles - 1 - item // num_kv_heads, item % num_kv_heads
+        return tiles.num_tiles - 1 - item // tiles.num_kv_heads, item % tiles.num_kv_heads
 
     @cute.jit
-    def find_item(self, item: Int32, num_items: Int32, counts: Int64, num_kv_heads: Int32, num_tiles: Int32):
+    def find_item(self, tiles: Tiles, item: Int32):
         """The first item from `item` on, in steps of the grid, that has chunks; and its tile's ns and x."""
         step, _, _ = cute.arch.grid_dim()
+        num_items = tiles.num_tiles * tiles.num_kv_heads
         ns = Int32(0)
         pairs = Int32(0)
         looking = item < num_items
         while looking:
-            tile, _ = self.place(item, num_kv_heads, num_tiles)
-            ns, pairs = union_ops.load_i32x2(counts + Int64(tile) * 8)
+            tile, _ = self.place(tiles, item)
+            ns, pairs = union_ops.load_i32x2(tiles.counts + Int64(tile) * 8)
             looking = Int32(0) == Int32(1)
             if ns == 0:
                 item = item + step
@@ -298,58 +307,39 @@ class UnionPrefill(UnionTile):
     # ---- gather --------------------------------------------------------------------------------------
 
     @cute.jit
-    def gather(
-        self,
-        maps: Int64,
-        counts: Int64,
-        entries: Int64,
-        masks: Int64,
-        mask_rows: Int32,
-        num_items: Int32,
-        num_kv_heads: Int32,
-        tiles_per_sequence: Int32,
-        num_tiles: Int32,
-        max_chunks: Int32,
-        sK: Int32,
-        sV: Int32,
-        sMasks: Int32,
-        bars,
-        warp: Int32,
-    ):
+    def gather(self, tiles: Tiles, maps: Int64, sK: Int32, sV: Int32, sMasks: Int32, bars, warp: Int32):
         """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
         k_full, k_empty, v_full, v_empty = bars
         if cute.arch.lane_idx() == 0:
             block, _, _ = cute.arch.block_idx()
             step, _, _ = cute.arch.grid_dim()
-            sK = Int32(sK) + warp * (BLOCK_TOKENS * BOX_COLUMNS * 2)
-            sV = Int32(sV) + warp * (BLOCK_TOKENS * BOX_COLUMNS * 2)
+            sK = sK + warp * BOX_BYTES
+            sV = sV + warp * BOX_BYTES
             ring = Int32(0)
-            item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles)
-            while item < num_items:
-                tile, kv_head = self.place(item, num_kv_heads, num_tiles)
-                k_map = maps + Int64(tile // tiles_per_sequence) * (2 * union_ops.TENSOR_MAP_BYTES)
+            item, ns, pairs = self.find_item(tiles, block)
+            while item < tiles.num_tiles * tiles.num_kv_heads:
+                tile, kv_head = self.place(tiles, item)
+                k_map = maps + Int64(tile // tiles.per_sequence) * (2 * union_ops.TENSOR_MAP_BYTES)
                 v_map = k_map + union_ops.TENSOR_MAP_BYTES
                 union_ops.acquire_tensor_map(k_map)
                 union_ops.acquire_tensor_map(v_map)
-                at = entries + Int64(tile) * Int64(max_chunks) * (self.blocks * 4) + Int64(warp * 4)
+                at = tiles.entries + Int64(tile) * Int64(tiles.max_chunks) * (self.blocks * 4) + Int64(warp * 4)
                 total = ns + 2 * pairs
                 for c in cutlass.range(total + 1, unroll=1):
                     if c < total:
                         k_at = at + Int64(c) * (self.blocks * 4)
                         self.fill(k_map, k_at, kv_head, sK, k_full, k_empty, ring + c, c - ns)
                         if warp == 0:
-                            size = mask_rows * 4
+                            size = tiles.mask_rows * 4
                             full = k_full + self.full_barrier(ring + c, c - ns)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                            src = masks + (Int64(tile) * Int64(max_chunks) + Int64(c)) * Int64(size)
-                            union_ops.bulk_load(
-                                Int32(sMasks) + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint())
-                            )
+                            src = tiles.masks + (Int64(tile) * Int64(tiles.max_chunks) + Int64(c)) * Int64(size)
+                            union_ops.bulk_load(sMasks + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint()))
                     if c > 0:
                         v_at = at + Int64(c - 1) * (self.blocks * 4)
                         self.fill(v_map, v_at, kv_head, sV, v_full, v_empty, ring + c - 1, c - 1 - ns)
                 ring = ring + total
-                item, ns, pairs = self.find_item(item + step, num_items, counts, num_kv_heads, num_tiles)
+                item, ns, pairs = self.find_item(tiles, item + step)
 
     @cute.jit
     def full_barrier(self, ring: Int32, exclusive: Int32) -> Int32:
@@ -393,37 +383,22 @@ class UnionPrefill(UnionTile):
     @cute.jit
     def consume(
         self,
-        q: Int64,
-        o: Int64,
+        tiles: Tiles,
+        q: Heads,
+        o: Heads,
         lse: Int64,
-        counts: Int64,
-        masks: Int64,
-        first_masks: Int64,
         row_path: Int64,
-        seq_len: Int32,
-        num_kv_heads: Int32,
-        group_size: Int32,
-        tile_pairs: Int32,
-        tiles_per_sequence: Int32,
-        num_tiles: Int32,
-        max_chunks: Int32,
-        mask_rows: Int32,
-        num_items: Int32,
-        q_batch: Int64,
-        q_row: Int64,
-        q_head: Int64,
-        o_batch: Int64,
-        o_row: Int64,
-        o_head: Int64,
         scale_log2: Float32,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sVt: cute.Tensor,
+        operands,
         q_smem: Int32,
         sMasks: Int32,
         bars,
         tid: Int32,
     ):
+        """`operands` are Q, K and V transposed in shared memory; `q_smem` and `sMasks` addresses in it."""
+        sQ, sK, sVt = operands
+        group_size = tiles.group_size
+        all_heads = tiles.num_kv_heads * group_size
         k_full, k_empty, v_full, v_empty = bars
         qk_mma = hopper.make_trivial_tiled_mma(
             self.element,
@@ -462,7 +437,6 @@ class UnionPrefill(UnionTile):
         tSum = cute.make_rmem_tensor((2,), Float32)
         tScale = cute.make_rmem_tensor((2,), Float32)
 
-        q_smem = Int32(q_smem)
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         half = (lane % 4) // 2  # a lane's columns 8 i + 2 (lane % 4) lie in block 2 i + half
@@ -470,39 +444,24 @@ class UnionPrefill(UnionTile):
         ring = Int32(0)
         k_phases = Int32(0)
         v_phases = Int32(0)
-        item, ns, pairs = self.find_item(block, num_items, counts, num_kv_heads, num_tiles)
-        if item < num_items:
-            self.load_q(
-                q,
-                q_batch,
-                q_row,
-                q_head,
-                q_smem,
-                item,
-                seq_len,
-                num_kv_heads,
-                group_size,
-                tile_pairs,
-                tiles_per_sequence,
-                num_tiles,
-                warp,
-                lane,
-            )
-        while item < num_items:
-            tile, kv_head = self.place(item, num_kv_heads, num_tiles)
+        item, ns, pairs = self.find_item(tiles, block)
+        if item < tiles.num_tiles * tiles.num_kv_heads:
+            self.load_q(tiles, q, q_smem, item, warp, lane)
+        while item < tiles.num_tiles * tiles.num_kv_heads:
+            tile, kv_head = self.place(tiles, item)
             # Mask words of this lane's two rows, counted from the tile's first row.
-            start = (tile % tiles_per_sequence) * tile_pairs
+            start = (tile % tiles.per_sequence) * tiles.tile_pairs
             row0 = start // group_size
             m0 = (start + pair0) // group_size - row0
             to_m1 = ((start + pair0 + 8) // group_size - row0 - m0) * 4
             # Chunk 0 has words for each of a block's tokens, `plane` bytes apart.
-            plane = mask_rows * 4
-            at = first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(mask_rows) + Int64(m0)) * 4
+            plane = tiles.mask_rows * 4
+            at = tiles.first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(tiles.mask_rows) + Int64(m0)) * 4
             w0 = union_ops.load_i32(at)
             w0_odd = union_ops.load_i32(at + Int64(plane))
             w1 = union_ops.load_i32(at + Int64(to_m1))
             w1_odd = union_ops.load_i32(at + Int64(to_m1 + plane))
-            at0 = Int32(sMasks) + m0 * 4
+            at0 = sMasks + m0 * 4
             tMax.fill(EMPTY_MAX)
             tSum.fill(0.0)
             tScale.fill(1.0)
@@ -559,25 +518,10 @@ class UnionPrefill(UnionTile):
                 done = next_chunk
                 done_full = next_full
             self.finish(flying, v_empty, tS, tP)
-            next_item, next_ns, next_pairs = self.find_item(item + step, num_items, counts, num_kv_heads, num_tiles)
+            next_item, next_ns, next_pairs = self.find_item(tiles, item + step)
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)  # the warpgroup is done with Q
-            if next_item < num_items:
-                self.load_q(
-                    q,
-                    q_batch,
-                    q_row,
-                    q_head,
-                    q_smem,
-                    next_item,
-                    seq_len,
-                    num_kv_heads,
-                    group_size,
-                    tile_pairs,
-                    tiles_per_sequence,
-                    num_tiles,
-                    warp,
-                    lane,
-                )
+            if next_item < tiles.num_tiles * tiles.num_kv_heads:
+                self.load_q(tiles, q, q_smem, next_item, warp, lane)
             self.rescale(tO, tScale)
             v_phases = self.wait(v_full, done_full, v_phases)
             self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, done % 2], False)
@@ -585,26 +529,26 @@ class UnionPrefill(UnionTile):
             self.release(v_empty, done)
             ring = ring + ns + 2 * pairs
 
-            self.check_finite(tO, row_path + Int64(tile * num_kv_heads + kv_head) * 4, lane)
+            self.check_finite(tO, row_path + Int64(tile * tiles.num_kv_heads + kv_head) * 4, lane)
             for j in cutlass.range_constexpr(2):
                 tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=1)
                 tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=2)
-            batch = tile // tiles_per_sequence
+            batch = tile // tiles.per_sequence
             head = Int64(kv_head * group_size)
-            o_base = o + (Int64(batch) * o_batch + head * o_head) * 2
+            o_base = o.at + (Int64(batch) * o.batch + head * o.head) * 2
             lse_base = Int64(0)
             if lse != 0:
-                lse_base = lse + (Int64(batch) * Int64(seq_len) * Int64(num_kv_heads * group_size) + head) * 4
-            live = cutlass.min(seq_len * group_size - start, tile_pairs)
+                lse_base = lse + (Int64(batch) * Int64(tiles.seq_len) * Int64(all_heads) + head) * 4
+            live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs)
             self.store(
                 tO,
                 tMax,
                 tSum,
                 o_base,
-                o_row * 2,
-                o_head * 2,
+                o.row * 2,
+                o.head * 2,
                 lse_base,
-                num_kv_heads * group_size,
+                all_heads,
                 start,
                 live,
                 group_size,
@@ -688,37 +632,22 @@ class UnionPrefill(UnionTile):
             cute.arch.mbarrier_arrive(empty + ring % 2)
 
     @cute.jit
-    def load_q(
-        self,
-        q: Int64,
-        q_batch: Int64,
-        q_row: Int64,
-        q_head: Int64,
-        q_smem: Int32,
-        item: Int32,
-        seq_len: Int32,
-        num_kv_heads: Int32,
-        group_size: Int32,
-        tile_pairs: Int32,
-        tiles_per_sequence: Int32,
-        num_tiles: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
+    def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
         """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
-        tile, kv_head = self.place(item, num_kv_heads, num_tiles)
-        start = (tile % tiles_per_sequence) * tile_pairs
-        live = cutlass.min(seq_len * group_size - start, tile_pairs) - warp * 16
+        tile, kv_head = self.place(tiles, item)
+        start = (tile % tiles.per_sequence) * tiles.tile_pairs
+        group_size = tiles.group_size
+        live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs) - warp * 16
         row = (start + warp * 16) // group_size
         head = start + warp * 16 - row * group_size
         mine = (head + lane % 16) // group_size
         # Elements from the warp's first row to pair lane % 16.
-        offset = mine * Int32(q_row) + (head + lane % 16 - mine * group_size) * Int32(q_head)
+        offset = mine * Int32(q.row) + (head + lane % 16 - mine * group_size) * Int32(q.head)
         chunks = self.head_dim // 8  # 16-byte pieces of a row; a warp copies 32 at a time
         at_once = 32 // chunks
         piece = lane % chunks
-        base = q + (Int64(tile // tiles_per_sequence) * q_batch + Int64(kv_head * group_size) * q_head) * 2
-        base = base + Int64(row) * q_row * 2 + Int64(piece) * 16
+        base = q.at + (Int64(tile // tiles.per_sequence) * q.batch + Int64(kv_head * group_size) * q.head) * 2
+        base = base + Int64(row) * q.row * 2 + Int64(piece) * 16
         dst = q_smem + (piece // 8) * (PAIRS * 128) + (warp * 16 + lane // chunks) * 128
         swizzled = ((piece % 8) ^ (lane // chunks)) * 16
         for j in cutlass.range_constexpr(16 // at_once):
