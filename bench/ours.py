@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bench import inputs as made
 from bench.cases import Case
-from bench.work import UnavailableError, Work, WrongResultError
+from bench.work import Work, WrongResultError
 from qsa_cute.geometry import BLOCK_TOKENS, HEAD_DIM, INDEX_WIDTH, NUM_KV_HEADS, TOP_BLOCKS
 from qsa_cute.reference import attention as reference
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner
-from qsa_cute.runners.indexer import IndexerDecodeRunner, IndexerPrefillRunner
+from qsa_cute.runners.indexer import SCRATCH_BYTES, IndexerDecodeRunner, IndexerPrefillRunner
 from qsa_cute.runners.indexer_select import Scores, ScoresDecode, Select
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
 from qsa_cute.runners.layer import QsaLayer, QsaLayerDecodeParams, QsaLayerPrefillParams
@@ -40,29 +40,30 @@ def part(memory: Tensor, layout: Workspace, name: str) -> Tensor:
     return memory[found.offset : found.offset + found.size].view(_KINDS[found.dtype]).view(found.shape)
 
 
-def prefill(case: Case, given: made.Prefill, algorithm: str | None = None) -> Work:
+def prefill(case: Case, given: made.Prefill, index_kind: str = "blocks", algorithm: str | None = None) -> Work:
+    """What the runner picks, with a workspace: from block ids, or from the padded lists that the peers take."""
     out = poisoned(*given.q.shape, like=given.q)
-    chosen: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
+    indices = given.blocks[None] if index_kind == "blocks" else given.ids
+    heads = (given.q.shape[2], given.k.shape[2], given.q.shape[3])
+    layout = SparsePrefillRunner.workspace_size(
+        1, case.rows, given.k.shape[1], *heads, indices.shape[2], index_kind=index_kind
+    )
+    memory = torch.empty(layout.size, dtype=torch.uint8, device=out.device)
     params = SparsePrefillParams.from_tensors(
         given.q,
         given.k,
         given.v,
         out,
-        given.ids,
+        indices,
         given.context_lengths,
         attention_scale=made.SCALE,
         query_starts=given.query_starts,
-        **chosen,
+        index_kind=index_kind,
+        workspace=memory,
+        algorithm=algorithm,
     )
-    launch = functools.partial(SparsePrefillRunner.run, case.dtype, params)
+    launch = _keeping(functools.partial(SparsePrefillRunner.run, case.dtype, params), memory, indices)
     return Work([launch], lambda _: out[0, given.checked], lambda _: given.sparse_reference)
-
-
-def prefill_rows(case: Case, given: made.Prefill) -> Work:
-    """The row kernel, where the runner would pick another."""
-    if "algorithm" not in {field.name for field in dataclasses.fields(SparsePrefillParams)}:
-        raise UnavailableError("the runner has one prefill kernel, which is the row kernel")
-    return prefill(case, given, "rows")
 
 
 def decode(case: Case, given: made.Decode) -> Work:
@@ -166,7 +167,8 @@ def layer_prefill(case: Case, given: made.Layer, half: str | None = None) -> Wor
     if not isinstance(inner, made.Prefill):
         raise TypeError(f"{case.id} takes prefill inputs, got {type(inner).__name__}")
     out = poisoned(*inner.q.shape, like=inner.q)
-    layout = QsaLayer.prefill_workspace_size(1, case.rows, case.ctx)
+    heads = (inner.q.shape[2], inner.k.shape[2], inner.q.shape[3], inner.k.shape[1])
+    layout = QsaLayer.prefill_workspace_size(1, case.rows, case.ctx, SCRATCH_BYTES, *heads)
     memory = torch.zeros(layout.size, dtype=torch.uint8, device=out.device)
     params = QsaLayerPrefillParams.from_tensors(
         given.index_qk,

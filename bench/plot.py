@@ -21,6 +21,7 @@ RESULTS, PLOTS = ROOT / "bench/results/h200.jsonl", ROOT / "docs/plots"
 # (colour, marker, label), in the order of the legend: Okabe and Ito's palette, told apart by marker and dash as well.
 STYLES = {
     "ours": ("#0072B2", "o", "-", "qsa-cute"),
+    "ours_lists": ("#E69F00", "P", "-.", "qsa-cute, from token lists"),
     "ours_rows": ("#56B4E9", "v", "--", "qsa-cute, one row a block"),
     "vllm": ("#D55E00", "s", "-", "vLLM (Triton)"),
     "sglang": ("#CC79A7", "D", "--", "SGLang (Triton)"),

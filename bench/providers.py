@@ -15,13 +15,14 @@ Maker = Callable[[Any, Any], Work]
 PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "prefill": {
         "ours": ours.prefill,
-        "ours_rows": ours.prefill_rows,
+        "ours_lists": functools.partial(ours.prefill, index_kind="padded", algorithm="union"),
+        "ours_rows": functools.partial(ours.prefill, index_kind="padded", algorithm="rows"),
         "vllm": peers.vllm_prefill,
         "sglang": peers.sglang_prefill,
     },
     "prefill_full": {
         "ours": ours.prefill,
-        "ours_rows": ours.prefill_rows,
+        "ours_rows": functools.partial(ours.prefill, index_kind="padded", algorithm="rows"),
         "vllm": peers.vllm_prefill,
         "torch": peers.torch_dense,
         "fa4": peers.fa4_dense,

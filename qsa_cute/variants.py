@@ -40,6 +40,7 @@ SMS = tuple(SMEM_OPTIN_KIB)
 # Short tags of the baked constants, in the order they appear in a name.
 TAGS: Mapping[str, str] = MappingProxyType(
     {
+        "tile": "n",
         "rows": "r",
         "groups": "g",
         "threads": "t",
@@ -136,6 +137,10 @@ def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
 _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
 
+# Tokens of a chunk of the union: 80 at 256 columns, where 64 lost every comparison; 128 fit at 128 columns.
+_CHUNKS = (Tuning({"tile": 80}, ("sm_90a",), (256,)), Tuning({"tile": 128}, ("sm_90a",), (128,)))
+
+
 def _indexer(
     name: str, entry: str, *tunings: Mapping[str, int], sms: tuple[str, ...] = SMS, tensor_core: str = ""
 ) -> Kernel:
@@ -163,6 +168,23 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 name="sparse_decode_cluster",
                 entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
                 tuning=(Tuning(_CLUSTER, ("sm_90a",)),),
+            ),
+            Kernel(
+                name="union_prepare",
+                entry="qsa_cute.kernels.attention.union_prepare:UnionPrepare",
+                tuning=_CHUNKS,
+                tensor_core="",
+            ),
+            Kernel(
+                name="union_prefill",
+                entry="qsa_cute.kernels.attention.union_prefill:UnionPrefill",
+                tuning=_CHUNKS,
+                tensor_core="HGMMA",
+            ),
+            Kernel(
+                name="union_rows",
+                entry="qsa_cute.kernels.attention.union_rows:UnionRows",
+                tuning=tuple(one for one in _row_gather(paged=False) if "sm_90a" in one.sms),
             ),
             _indexer("index_prepare", "prepare:Prepare"),
             _indexer("index_compress", "compress:Compress"),

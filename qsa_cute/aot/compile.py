@@ -71,7 +71,7 @@ def compile_variant(job: Job) -> tuple[bytes, dict[str, Any]]:
         "threads": obj.threads,
         "smem_bytes": obj.smem_bytes,
         "early_launch": bool(getattr(cls, "early_launch", False)),
-        "params": [{"name": param.name, "kind": param.kind} for param in module.PARAMS],
+        "params": [{"name": name, "kind": kind} for param in module.PARAMS for name, kind in param.words()],
     }
     return bytes(compiled.artifacts.CUBIN), report
 
@@ -82,6 +82,8 @@ def _placeholder(param: Any, dtype: str) -> Any:
     from cutlass import cute
     from cutlass.cute.runtime import make_ptr
 
+    if param.kind == "map":
+        return tuple(cutlass.Int64(1) for _ in param.words())
     if param.kind != "ptr":
         return {"i32": cutlass.Int32, "i64": cutlass.Int64, "f32": cutlass.Float32}[param.kind](1)
     elements = {

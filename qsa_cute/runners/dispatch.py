@@ -11,6 +11,10 @@ from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import DTYPES, KERNELS, SMS, variants
 
+SM90 = (9, 0)  # the compute capability that sm_90a kernels run on
+
+# (context, device asked for) -> compute capability.
+_capabilities: dict[tuple[int, int], tuple[int, int]] = {}
 _wanted: dict[tuple[str, int, object, int], Wanted] = {}
 
 
@@ -71,6 +75,16 @@ def preload(loader: Loader, each: Sequence[Wanted], device: int | None, stream: 
         each = [variant for variant in each if loader.missing_reason(variant, place) is None] or each
     for variant in each:
         loader.kernel(variant, device, stream or 0)
+
+
+def capability(loader: Loader, device: int) -> tuple[int, int]:
+    """Of a device (-1: the current context's), remembered per context."""
+    context = loader.driver.current_context()
+    found = _capabilities.get((context, device))
+    if found is None:
+        found = loader.driver.capability(ordinal(loader, device))
+        _capabilities[context, device] = found
+    return found
 
 
 def ordinal(loader: Loader, device: int | None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import checks, dispatch
+from qsa_cute.runners.dispatch import SM90, capability
 from qsa_cute.runners.indexer_launch import (
     INDEX_COLUMNS,
     KeyCompress,
@@ -25,11 +26,9 @@ from qsa_cute.runners.indexer_launch import (
 )
 from qsa_cute.runners.indexer_select import (
     MAX_QUERY_LEN,
-    SM90,
     Scores,
     ScoresDecode,
     Select,
-    capability,
     decode_kernels,
     prefill_kernels,
 )

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
-from qsa_cute.runners import checks, dispatch
+from qsa_cute.runners import checks
+from qsa_cute.runners.dispatch import SM90, capability
 from qsa_cute.runners.indexer_launch import (
     QUERY_COLUMNS,
     Launch,
@@ -26,12 +27,11 @@ from qsa_cute.runners.indexer_launch import (
     wanted,
 )
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
-from qsa_cute.runtime import Loader, default_loader
+from qsa_cute.runtime import default_loader
 from qsa_cute.variants import KERNELS
 
 MAX_QUERY_LEN = 8  # new tokens a sequence that one decode step takes
 MAX_GRID_YZ = 65535
-SM90 = (9, 0)  # the compute capability that sm_90a kernels run on
 
 MMA_ROWS = 32  # rows of a tile of the scores, by mma.sync
 WGMMA_ROWS = 64 * KERNELS["scores_prefill_wgmma"].tuning[0].baked["groups"]  # and by wgmma: 64 a consumer warpgroup
@@ -64,18 +64,6 @@ SELECTION = (
 CLUSTER = {"threads": 512, "held": 8}  # the baked constants of the selection by clusters
 
 Baked = tuple[tuple[str, int], ...]
-
-_capabilities: dict[tuple[int, int], tuple[int, int]] = {}
-
-
-def capability(loader: Loader, device: int) -> tuple[int, int]:
-    """Of a device (-1: the current context's), remembered per context."""
-    context = loader.driver.current_context()
-    found = _capabilities.get((context, device))
-    if found is None:
-        found = loader.driver.capability(dispatch.ordinal(loader, device))
-        _capabilities[context, device] = found
-    return found
 
 
 def _logits_stride(launch: Any, blocks: int) -> int:

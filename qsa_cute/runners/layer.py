@@ -110,7 +110,7 @@ class QsaLayerPrefillParams:
             q, o: [batch, seq_len, q_heads, head_dim].
             k, v: [batch, kv_rows, kv_heads, head_dim] of the whole context, earlier chunks included.
             context_lengths: int32 [batch], these rows included.
-            workspace: uint8 of `QsaLayer.prefill_workspace_size`.
+            workspace: uint8 of `QsaLayer.prefill_workspace_size`; with the heads given there, rows share their gather.
             kv_pool, page_table: the pool that decode will read, [2 * num_pages, 128, kv_heads, pool_head_dim] and int32
                 [batch, 2, max_pages]; only the indexer's columns are written.
             query_starts: int32 [batch], tokens of earlier chunks.
@@ -121,7 +121,13 @@ class QsaLayerPrefillParams:
         batch, rows = index_qk.shape[:2]
         longest = k.shape[1] if max_context_len is None else max_context_len
         needed = QsaLayer.prefill_workspace_size(batch, rows, longest, scratch_bytes)
+        heads = (q.shape[2], k.shape[2], q.shape[3], k.shape[1])
+        shared = QsaLayer.prefill_workspace_size(batch, rows, longest, scratch_bytes, *heads)
         lists = _part(workspace, needed, "indices")
+        union = None
+        if workspace.shape[0] >= shared.size:
+            part = shared.parts[-1]
+            union = workspace[part.offset : part.offset + part.size]
         indexer = IndexerPrefillParams.from_tensors(
             index_qk,
             cos_sin,
@@ -148,6 +154,7 @@ class QsaLayerPrefillParams:
             context_lengths,
             attention_scale=attention_scale,
             query_starts=query_starts,
+            workspace=union,
             stream=stream,
         )
         return cls(indexer, attention)
@@ -271,9 +278,20 @@ class QsaLayer:
 
     @staticmethod
     def prefill_workspace_size(
-        batch_size: int, seq_len: int, max_context_len: int | None = None, scratch_bytes: int = SCRATCH_BYTES
+        batch_size: int,
+        seq_len: int,
+        max_context_len: int | None = None,
+        scratch_bytes: int = SCRATCH_BYTES,
+        num_q_heads: int = 0,
+        num_kv_heads: int = 0,
+        head_dim: int = 0,
+        kv_seq_len: int | None = None,
     ) -> Workspace:
-        """Memory of a prefill: `IndexerPrefillRunner.workspace_size`, and the lists.
+        """Memory of a prefill: `IndexerPrefillRunner.workspace_size`, and the lists. With the heads, also what lets the
+        attention's rows share their gather on SM90 (`SparsePrefillRunner.workspace_size`).
+
+        Args:
+            kv_seq_len: rows of K and V; max_context_len when None.
 
         Raises:
             ArgumentError: a size is out of range.
@@ -281,7 +299,14 @@ class QsaLayer:
         longest = seq_len if max_context_len is None else max_context_len
         IndexerPrefillRunner.workspace_size(batch_size, seq_len, longest, scratch_bytes)  # raises for what is wrong
         lists: PartSpec = ("indices", "i32", (batch_size, seq_len, geometry.INDEX_WIDTH))
-        return lay_out(*prefill_parts(batch_size, seq_len, longest, scratch_bytes), lists)
+        parts = [*prefill_parts(batch_size, seq_len, longest, scratch_bytes), lists]
+        if num_q_heads:
+            kv_rows = longest if kv_seq_len is None else kv_seq_len
+            shared = SparsePrefillRunner.workspace_size(
+                batch_size, seq_len, kv_rows, num_q_heads, num_kv_heads, head_dim, geometry.INDEX_WIDTH
+            )
+            parts.append(("union", "i32", (shared.size // 4,)))
+        return lay_out(*parts)
 
     @staticmethod
     def decode_workspace_size(

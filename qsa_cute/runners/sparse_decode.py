@@ -23,12 +23,8 @@ CLUSTER = "cluster"
 ALGORITHMS = (CLUSTER, SPLIT_KV)
 
 _KERNELS = {SPLIT_KV: "sparse_decode", CLUSTER: "sparse_decode_cluster"}
-_CLUSTER_CAPABILITY = (9, 0)  # what sm_90a runs on
 _MAX_GRID_YZ = 65535
 _MAX_FLAT_PAGES = checks.INT32_MAX // geometry.PAGE_TOKENS  # the kernels number the pool's tokens in int32
-
-# (context, device asked for) -> the algorithm that suits it.
-_suited: dict[tuple[int, int], str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,11 +442,5 @@ def algorithm_for(device: int = -1) -> str:
 
 
 def _suits(loader: Loader, device: int) -> str:
-    """The faster algorithm that runs on a device (-1: the current context's), remembered per context."""
-    context = loader.driver.current_context()
-    found = _suited.get((context, device))
-    if found is None:
-        capability = loader.driver.capability(dispatch.ordinal(loader, device))
-        found = CLUSTER if capability == _CLUSTER_CAPABILITY else SPLIT_KV
-        _suited[context, device] = found
-    return found
+    """The faster algorithm that runs on a device (-1: the current context's)."""
+    return CLUSTER if dispatch.capability(loader, device) == dispatch.SM90 else SPLIT_KV

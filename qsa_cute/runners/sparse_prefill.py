@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from qsa_cute import geometry
-from qsa_cute.errors import ArgumentError
-from qsa_cute.runners import checks, dispatch
+from qsa_cute.errors import ArgumentError, UnsupportedError
+from qsa_cute.runners import checks, dispatch, union
 from qsa_cute.runners.tensors import Binder, current_stream
-from qsa_cute.runtime import default_loader
+from qsa_cute.runners.workspace import ALIGNMENT, Workspace
+from qsa_cute.runtime import Loader, default_loader
 from qsa_cute.support import Support
 
 KERNEL = "sparse_prefill"
+ROWS, UNION = "rows", "union"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,17 @@ class SparsePrefillParams:
     Row r of sequence b has position query_starts[b] + r. Rows at or past the context length are exact zeros and read
     nothing; an id counts where 0 <= id < min(context length, kv_seq_len). There is no positional mask.
 
+    On SM90, with a workspace, many rows share one gather (`union.py`): their lists' blocks are read once for 128
+    (row, head) pairs. Same results up to the order of sums; rows that share little are done one by one all the same.
+
     Attributes:
         kv_seq_len: rows of K and V; seq_len when None.
+        index_kind: what `indices` holds: "padded" lists; "counted" lists int32 [.., top_k + 1] whose last column is
+            the number of entries, those past it stale; "blocks" of 4 tokens, [.., top_k] padded with -1, to which the
+            row's open block is added (tokens 4 ((p + 1) // 4) to p of a row at p). The last two take the union.
+        workspace: address of `SparsePrefillRunner.workspace_size` bytes, 256-byte aligned, which may hold anything; 0
+            for none.
+        algorithm: "rows", "union" or None, which takes the union where it pays.
         lse_ptr: FP32 [batch_size, seq_len, num_q_heads] for the natural-log LSE (-inf: no valid entry); 0 for none.
         query_starts: int32 [batch_size]; 0 for none, all zero.
         attention_scale: factor of the scores, such as head_dim ** -0.5.
@@ -57,6 +69,9 @@ class SparsePrefillParams:
     lse_ptr: int = 0
     query_starts: int = 0
     kv_seq_len: int | None = None
+    index_kind: str = "padded"
+    workspace: int = 0
+    algorithm: str | None = None
     q_stride_batch: int | None = None
     q_stride_row: int | None = None
     q_stride_head: int | None = None
@@ -75,6 +90,8 @@ class SparsePrefillParams:
     packed: object = field(init=False, default=None, repr=False, compare=False)  # kept by the launch
     group_size: int = field(init=False)
     num_blocks: int = field(init=False)
+    shares: bool = field(init=False)  # whether it takes the union, on SM90
+    launches: Any = field(init=False, default=None, repr=False, compare=False)  # the union's, made at the first run
 
     def __post_init__(self) -> None:
         checked = self._sizes()
@@ -86,18 +103,42 @@ class SparsePrefillParams:
             checked[name] = checks.address(name, getattr(self, name), 4, launches)
         for name in ("lse_ptr", "query_starts"):
             checked[name] = checks.address(name, getattr(self, name), 4, required=False)
+        checked["workspace"] = checks.address("workspace", self.workspace, ALIGNMENT, required=False)
         checked |= self._strides(checked)
         checked["attention_scale"] = checks.scalar("attention_scale", self.attention_scale)
         checked["stream"] = checks.address("stream", self.stream, 1, required=False)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "shares", launches and self._choose())
         if launches:
             self._check_overlap()
+
+    def _choose(self) -> bool:
+        """Whether the union is asked for, or pays; what it needs must be there."""
+        if self.algorithm not in (None, ROWS, UNION):
+            raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes {ROWS!r}, {UNION!r} or None")
+        needed = self.algorithm == UNION or self.index_kind != "padded"
+        if needed and self.algorithm == ROWS:
+            raise ArgumentError(f"index_kind is {self.index_kind!r} with algorithm {ROWS!r}; that takes 'padded' lists")
+        if needed and not self.workspace:
+            raise ArgumentError("workspace is null; the union needs the bytes that workspace_size says")
+        if needed and not union.fits(self):
+            raise ArgumentError(
+                f"kv_seq_len is {self.kv_seq_len} with {self.group_size} heads a group; the union's bitmaps would take "
+                f"{union.shared_memory(self)} bytes of shared memory; use padded lists and algorithm {ROWS!r}"
+            )
+        if needed:
+            return True
+        many = self.batch_size * self.seq_len >= union.LEAST_ROWS
+        return self.algorithm is None and self.workspace > 0 and many and union.fits(self)
 
     def _sizes(self) -> dict[str, Any]:
         q_heads, kv_heads = checks.heads(self.num_q_heads, self.num_kv_heads)
         batch = checks.integer("batch_size", self.batch_size, 0)
         rows = checks.integer("seq_len", self.seq_len, 0)
+        if self.index_kind not in union.KINDS:
+            kinds = ", ".join(map(repr, union.KINDS))
+            raise ArgumentError(f"index_kind is {checks.show(self.index_kind)}; it takes {kinds}")
         kv_rows = rows if self.kv_seq_len is None else self.kv_seq_len
         return {
             "batch_size": batch,
@@ -124,7 +165,8 @@ class SparsePrefillParams:
             for dim, contiguous in (("head", head), ("row", heads * head), ("batch", rows * heads * head)):
                 name = f"{tensor}_stride_{dim}"
                 found[name] = checks.stride(name, getattr(self, name), contiguous)
-        for dim, contiguous in (("row", sizes["top_k"]), ("batch", sizes["seq_len"] * sizes["top_k"])):
+        width = sizes["top_k"] + (self.index_kind == "counted")
+        for dim, contiguous in (("row", width), ("batch", sizes["seq_len"] * width)):
             name = f"indices_stride_{dim}"
             found[name] = checks.stride(name, getattr(self, name), contiguous, step=1)
         return found
@@ -140,7 +182,10 @@ class SparsePrefillParams:
         lse = checks.extent("lse", self.lse_ptr, (), self.batch_size * self.seq_len * self.num_q_heads, 4)
         list_dims = ((self.batch_size, self.indices_stride_batch or 0), (self.seq_len, self.indices_stride_row or 0))
         lists = checks.extent("indices", self.indices, list_dims, self.top_k, 4)
-        checks.disjoint((extents["o"], lse), (extents["q"], extents["k"], extents["v"], lists))
+        work = checks.Extent("workspace", 0, 0)
+        if self.shares:
+            work = checks.Extent("workspace", self.workspace, self.workspace + union.workspace(self).size)
+        checks.disjoint((extents["o"], lse, work), (extents["q"], extents["k"], extents["v"], lists))
 
     @classmethod
     def from_tensors(
@@ -155,11 +200,15 @@ class SparsePrefillParams:
         attention_scale: float,
         query_starts: Any = None,
         lse: Any = None,
+        index_kind: str = "padded",
+        workspace: Any = None,
+        algorithm: str | None = None,
         stream: int | None = None,
     ) -> SparsePrefillParams:
         """From CUDA tensors of the shapes above: torch's, or what `runners.tensors` takes.
 
         Args:
+            workspace: uint8 [bytes], at least `SparsePrefillRunner.workspace_size` of this call.
             stream: CUstream as an integer; None is torch's current stream on the tensors' device.
 
         Raises:
@@ -170,14 +219,14 @@ class SparsePrefillParams:
         k_ = binder.take("k", k, "batch kv_rows kv_heads head_dim", "elem")
         v_ = binder.take("v", v, "batch kv_rows kv_heads head_dim", "elem")
         o_ = binder.take("o", o, "batch rows q_heads head_dim", "elem")
-        ids = binder.take("indices", indices, "batch rows top_k", "i32")
+        ids = binder.take("indices", indices, "batch rows width", "i32")
         lengths = binder.take("context_lengths", context_lengths, "batch", "i32", contiguous=True)
         strides = {
             f"{view.name}_stride_{dim}": step
             for view in (q_, k_, v_, o_, ids)
             for dim, step in zip(("batch", "row", "head"), view.strides[:-1], strict=False)
         }
-        return cls(
+        params = cls(
             q_ptr=q_.pointer,
             k_ptr=k_.pointer,
             v_ptr=v_.pointer,
@@ -190,7 +239,10 @@ class SparsePrefillParams:
             num_q_heads=binder.size("q_heads"),
             num_kv_heads=binder.size("kv_heads"),
             head_dim=binder.size("head_dim"),
-            top_k=binder.size("top_k"),
+            top_k=binder.size("width") - (index_kind == "counted"),
+            index_kind=index_kind,
+            workspace=binder.pointer("workspace", workspace, "bytes", "u8"),
+            algorithm=algorithm,
             attention_scale=attention_scale,
             query_starts=binder.pointer("query_starts", query_starts, "batch", "i32"),
             lse_ptr=binder.pointer("lse", lse, "batch rows q_heads", "f32"),
@@ -198,6 +250,12 @@ class SparsePrefillParams:
             device=binder.device,
             **strides,
         )
+        if params.shares and binder.size("bytes") < union.workspace(params).size:
+            raise ArgumentError(
+                f"workspace has {binder.size('bytes')} bytes; this call takes {union.workspace(params).size}, as "
+                "SparsePrefillRunner.workspace_size says"
+            )
+        return params
 
 
 class SparsePrefillRunner:
@@ -223,6 +281,40 @@ class SparsePrefillRunner:
     canImplement = can_implement  # noqa: N815 - the hosts' name
 
     @staticmethod
+    def workspace_size(
+        batch_size: int,
+        seq_len: int,
+        kv_seq_len: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        top_k: int,
+        index_kind: str = "padded",
+    ) -> Workspace:
+        """Memory that lets rows share their gather. Sizes as in the parameters.
+
+        Raises:
+            ArgumentError: a size is out of range.
+        """
+        placeholder = 1 << 40  # an address: nothing is read
+        return union.workspace(
+            SparsePrefillParams(
+                **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "indices", "context_lengths"), placeholder),
+                o_ptr=placeholder << 10,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                kv_seq_len=kv_seq_len,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                top_k=top_k,
+                attention_scale=1.0,
+                index_kind=index_kind,
+                workspace=placeholder << 15,
+            )
+        )
+
+    @staticmethod
     def preflight(
         dtype: object, stream: int | None = None, device: int | None = None, head_dim: int | None = None
     ) -> None:
@@ -237,8 +329,12 @@ class SparsePrefillRunner:
             UnsupportedError, ArtifactError, CaptureError, DriverError: see `errors`.
         """
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
-        each = [dispatch.wanted(KERNEL, dim, dtype) for dim in dims]
-        dispatch.preload(default_loader(), each, device, stream, strict=head_dim is not None)
+        loader = default_loader()
+        names = [KERNEL]
+        if dispatch.capability(loader, -1 if device is None else device) == dispatch.SM90:
+            names += [union.PREPARE, union.MAIN, union.ROWS]
+        each = [dispatch.wanted(name, dim, dtype) for name in names for dim in dims]
+        dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
     @staticmethod
     def run(dtype: object, params: SparsePrefillParams) -> None:
@@ -249,7 +345,29 @@ class SparsePrefillRunner:
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
         """
-        if params.num_blocks:
-            wanted = dispatch.wanted(KERNEL, params.head_dim, dtype)
-            kernel = default_loader().peek(wanted, params.device, params.stream)
-            kernel.launch(params, params.num_blocks, params.stream)
+        if not params.num_blocks:
+            return
+        loader = default_loader()
+        wanted = dispatch.wanted(KERNEL, params.head_dim, dtype)
+        if params.shares and _shared(loader, dtype, params):
+            return
+        kernel = loader.peek(wanted, params.device, params.stream)
+        kernel.launch(params, params.num_blocks, params.stream)
+
+
+def _shared(loader: Loader, dtype: object, params: SparsePrefillParams) -> bool:
+    """Launch the union's kernels; false where the device has none and the row kernel will do."""
+    if params.launches is None:
+        found = dispatch.capability(loader, params.device)
+        if found != dispatch.SM90:
+            if params.algorithm == UNION or params.index_kind != "padded":
+                raise UnsupportedError(
+                    f"the union's kernels are built for sm_90a, the device has compute capability {found}; use padded "
+                    f"lists and algorithm {ROWS!r} or None"
+                )
+            return False
+        names = tuple(one.name for one in dataclasses.fields(params) if one.name not in ("packed", "launches"))
+        made = union.Launches(params, checks.dtype_name(dtype) or "", loader, names)
+        object.__setattr__(params, "launches", made)
+    params.launches.run(dtype, params, loader)
+    return True

@@ -179,6 +179,36 @@ class Driver:
         """Set 32-bit words to zero, in stream order."""
         self._call("cuMemsetD32Async", address, 0, words, stream)
 
+    def encode_map(
+        self, dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """A tensor map with the 128-byte swizzle, as 16 signed words; touches no device.
+
+        Args:
+            sizes, box: elements, innermost first. strides: bytes, of all dimensions but the innermost.
+        """
+        cuda = self._cuda
+        types = cuda.CUtensorMapDataType
+        element = {
+            "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        }[dtype]
+        encoded = self._call(
+            "cuTensorMapEncodeTiled",
+            element,
+            len(sizes),
+            address,
+            [cuda.cuuint64_t(size) for size in sizes],
+            [cuda.cuuint64_t(stride) for stride in strides],
+            [cuda.cuuint32_t(size) for size in box],
+            [cuda.cuuint32_t(1)] * len(sizes),
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return tuple(int(word) - (int(word) >> 63 << 64) for word in encoded.opaque)
+
     def launch_config(self, address: int) -> Any:
         """A CUlaunchConfig that lies at `address`."""
         return self._cuda.CUlaunchConfig(address)

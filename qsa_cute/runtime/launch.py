@@ -24,7 +24,7 @@ _ATTRIBUTE = struct.Struct("<I4x3I52x")  # id, value: up to three words
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION: x y z
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: 1
 # Indices of the fields that a launch writes, in words of 4 and of 8 bytes.
-_GRID_X, _GRID_Y, _GRID_Z, _NUM_ATTRIBUTES = 0, 1, 2, 12
+_GRID_X, _GRID_Y, _GRID_Z, _SMEM, _NUM_ATTRIBUTES = 0, 1, 2, 6, 12
 _ONE_BLOCK = (1, 1, 1)
 _STREAM = 4
 
@@ -129,6 +129,7 @@ class Kernel:
         self._launch = driver.launch
         self.function = function
         self._packer = Packer(record)
+        self._smem = record.smem_bytes
         self._slots: list[_Slot] = []
 
     def launch(
@@ -137,6 +138,7 @@ class Kernel:
         grid: int | tuple[int, int, int],
         stream: int,
         cluster: int | tuple[int, int, int] = 1,
+        smem: int | None = None,
     ) -> None:
         """Launch on `stream` of the current context. Any number of threads may launch at once.
 
@@ -146,6 +148,7 @@ class Kernel:
             grid: blocks along x, or (x, y, z).
             stream: CUstream as an integer; 0 is the legacy default stream.
             cluster: blocks of a cluster along x, or (x, y, z); `grid` must be a multiple.
+            smem: bytes of dynamic shared memory, for a kernel whose manifest gives the most it may take.
 
         Raises:
             ArgumentError: a parameter is missing or does not fit its kind; nothing was launched.
@@ -167,6 +170,7 @@ class Kernel:
                 words[_GRID_X] = grid
                 words[_GRID_Y] = words[_GRID_Z] = 1
             slot.quads[_STREAM] = stream
+            words[_SMEM] = self._smem if smem is None else smem
             if cluster in (1, _ONE_BLOCK):
                 words[_NUM_ATTRIBUTES] = slot.always
             else:
@@ -214,9 +218,10 @@ class ForeignKernel(Kernel):
         grid: int | tuple[int, int, int],
         stream: int,
         cluster: int | tuple[int, int, int] = 1,
+        smem: int | None = None,
     ) -> None:
         with self._driver.pushed(self._context):
-            super().launch(params, grid, stream, cluster)
+            super().launch(params, grid, stream, cluster, smem)
 
     def zero(self, address: int, words: int, stream: int) -> None:
         with self._driver.pushed(self._context):

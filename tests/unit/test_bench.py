@@ -14,7 +14,7 @@ from bench.results import Row, append, latest, read
 from bench.run import NO_DEVICE, main
 from qsa_cute.errors import ArgumentError
 
-FACTORS = {"ours": 1.0, "ours_rows": 4.6, "vllm": 5.0, "sglang": 4.8, "torch": 6.0, "fa4": 5.5}
+FACTORS = {"ours": 1.0, "ours_lists": 1.1, "ours_rows": 4.6, "vllm": 5.0, "sglang": 4.8, "torch": 6.0, "fa4": 5.5}
 
 
 def row(case: str, provider: str = "ours", us: float = 10.0, run_id: str = "r1") -> Row:

@@ -13,7 +13,7 @@ from runtime_fakes import FakeDriver, write_set
 
 from qsa_cute import Support, SupportCode
 from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, UnsupportedError
-from qsa_cute.runners import SparseDecodeRunner, SparsePrefillRunner, sparse_decode, sparse_prefill
+from qsa_cute.runners import SparseDecodeRunner, SparsePrefillRunner, dispatch, sparse_decode, sparse_prefill
 from qsa_cute.runtime import Loader
 from qsa_cute.variants import DTYPES, SMS
 
@@ -163,7 +163,7 @@ class FakeLoader:
 @pytest.fixture
 def use(monkeypatch):
     def install(loader):
-        monkeypatch.setattr(sparse_decode, "_suited", {})
+        monkeypatch.setattr(dispatch, "_capabilities", {})
         for module in (sparse_prefill, sparse_decode):
             monkeypatch.setattr(module, "default_loader", lambda: loader)
         return loader

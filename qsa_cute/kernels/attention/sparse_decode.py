@@ -2,10 +2,10 @@
 
     O[r, h] = sum_i softmax_i(scale * Q[r, h] . K[id_i]) V[id_i],   id = indices[r], K and V through the page tables
 
-Grid: (rows, splits, KV heads); row = sequence * query_len + j. The splits of a row share its list tile by tile (`row_gather.py`), the first warps of the first splits taking the first tiles, so a
-short row keeps the later splits idle. A split with entries writes its unnormalised FP32 O, maximum and sum to
-the partial workspace; the last block of a row to arrive merges them in split order, whoever it is: the bits do
-not depend on the order of arrival.
+Grid: (rows, splits, KV heads); row = sequence * query_len + j. The splits of a row take the tiles of its list in turn
+(`row_gather.py`), so a short row leaves the later splits idle. A split with entries writes its unnormalised FP32 O,
+maximum and sum to the partial workspace; the last block of a row to arrive merges them in split order, whoever it
+is: the bits do not depend on the order of arrival.
 
 Baked: head dim, type, warps, pipeline depth, the workspace's split stride. Run-time: everything else. Pages
 hold 128 tokens. A page id outside the pool, an unused page (-1), or a token at or past the sequence's length

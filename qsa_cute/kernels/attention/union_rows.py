@@ -56,6 +56,8 @@ PARAMS = (
     f32("attention_scale"),
 )
 
+MAX_BLOCK = 1 << 29
+
 
 @dataclass(frozen=True)
 class RowList:
@@ -308,7 +310,9 @@ class UnionRows(RowGather):
         place = chunk * self.threads + tid
         if ids.kind == 2:
             block = ops.load_global_i32_if(Int32(place < ids.columns * 4), ids.at + Int64(place // 4) * 4, Int32(-1))
-            token = block * 4 + place % 4 if block >= 0 else Int32(-1)
+            token = Int32(-1)
+            if block >= 0 and block < MAX_BLOCK:  # past it 4 * block wraps around to a token that exists
+                token = block * 4 + place % 4
             tail = (ids.position + 1) // 4 * 4 + place - ids.columns * 4
             if place >= ids.columns * 4:
                 token = tail if tail <= ids.position else Int32(-1)

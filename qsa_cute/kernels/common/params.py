@@ -6,7 +6,7 @@ the name of the attribute that the runner's params object carries, so packing is
 
 from dataclasses import dataclass
 
-SIZES = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}  # a "map" is 16 words of i64
+MAP_WORDS = 16  # a CUtensorMap is 128 bytes
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class Param:
     kind: str
     element: str = ""
     align: int = 4
+
+    def words(self) -> list[tuple[str, str]]:
+        """(name, kind) of each parameter that the compiled kernel takes: a map is 16 of them, `name`_0 to `name`_15."""
+        if self.kind != "map":
+            return [(self.name, self.kind)]
+        return [(f"{self.name}_{i}", "i64") for i in range(MAP_WORDS)]
 
 
 def ptr(name: str, element: str, align: int = 4) -> Param:

@@ -57,23 +57,57 @@ class ScoresDecode:
 
     @cute.jit
     def __call__(
-        self, q_normed_ptr: cute.Pointer, pool_ptr: cute.Pointer, v_page_table: cute.Pointer,
-        context_lengths: cute.Pointer, logits_ptr: cute.Pointer, query_len: Int32, num_flat_pages: Int32,
-        max_pages_per_seq: Int32, max_blocks: Int32, page_table_stride: Int64, page_stride: Int64,
-        token_stride: Int64, tail_offset: Int64, logits_stride_row: Int64, stream: cuda.CUstream,
+        self,
+        q_normed_ptr: cute.Pointer,
+        pool_ptr: cute.Pointer,
+        v_page_table: cute.Pointer,
+        context_lengths: cute.Pointer,
+        logits_ptr: cute.Pointer,
+        query_len: Int32,
+        num_flat_pages: Int32,
+        max_pages_per_seq: Int32,
+        max_blocks: Int32,
+        page_table_stride: Int64,
+        page_stride: Int64,
+        token_stride: Int64,
+        tail_offset: Int64,
+        logits_stride_row: Int64,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            q_normed_ptr, pool_ptr, v_page_table, context_lengths, logits_ptr, query_len, num_flat_pages,
-            max_pages_per_seq, max_blocks, page_table_stride, page_stride, token_stride, tail_offset,
+            q_normed_ptr,
+            pool_ptr,
+            v_page_table,
+            context_lengths,
+            logits_ptr,
+            query_len,
+            num_flat_pages,
+            max_pages_per_seq,
+            max_blocks,
+            page_table_stride,
+            page_stride,
+            token_stride,
+            tail_offset,
             logits_stride_row,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
 
     @cute.kernel
     def kernel(
-        self, q_normed_ptr: cute.Pointer, pool_ptr: cute.Pointer, v_page_table: cute.Pointer,
-        context_lengths: cute.Pointer, logits_ptr: cute.Pointer, query_len: Int32, num_flat_pages: Int32,
-        max_pages_per_seq: Int32, max_blocks: Int32, page_table_stride: Int64, page_stride: Int64,
-        token_stride: Int64, tail_offset: Int64, logits_stride_row: Int64,
+        self,
+        q_normed_ptr: cute.Pointer,
+        pool_ptr: cute.Pointer,
+        v_page_table: cute.Pointer,
+        context_lengths: cute.Pointer,
+        logits_ptr: cute.Pointer,
+        query_len: Int32,
+        num_flat_pages: Int32,
+        max_pages_per_seq: Int32,
+        max_blocks: Int32,
+        page_table_stride: Int64,
+        page_stride: Int64,
+        token_stride: Int64,
+        tail_offset: Int64,
+        logits_stride_row: Int64,
     ):
         early.begin()
         share, sequence, _ = cute.arch.block_idx()
@@ -99,8 +133,14 @@ class ScoresDecode:
         out = logits_ptr.toint() + Int64(sequence) * query_len * logits_stride_row * 4
         for s in cutlass.range_constexpr(self.stages - 1):
             self.gather(
-                ring + s * UNIT, keys, page_stride * 2, block_bytes, page, num_flat_pages,
-                seen - (first + s * step) * STEP, lane,
+                ring + s * UNIT,
+                keys,
+                page_stride * 2,
+                block_bytes,
+                page,
+                num_flat_pages,
+                seen - (first + s * step) * STEP,
+                lane,
             )
             page = self.fetch_page(table, first + (s + 1) * step, max_pages_per_seq)
         slot = Int32(0)
@@ -108,15 +148,28 @@ class ScoresDecode:
         for at in cutlass.range(first, pages, step, unroll=1):
             coming = at + (self.stages - 1) * step
             self.gather(
-                ring + ahead * UNIT, keys, page_stride * 2, block_bytes, page, num_flat_pages, seen - coming * STEP,
+                ring + ahead * UNIT,
+                keys,
+                page_stride * 2,
+                block_bytes,
+                page,
+                num_flat_pages,
+                seen - coming * STEP,
                 lane,
             )
             page = self.fetch_page(table, coming + step, max_pages_per_seq)
             cute.arch.cp_async_wait_group(self.stages - 1)
             cute.arch.sync_warp()
             self.score(
-                ring + slot * UNIT, tQ, out, logits_stride_row * 4, at * STEP, length - query_len, query_len,
-                max_blocks, lane,
+                ring + slot * UNIT,
+                tQ,
+                out,
+                logits_stride_row * 4,
+                at * STEP,
+                length - query_len,
+                query_len,
+                max_blocks,
+                lane,
             )
             cute.arch.sync_warp()
             slot = slot + 1 if slot + 1 < self.stages else Int32(0)
@@ -143,8 +196,15 @@ class ScoresDecode:
 
     @cute.jit
     def gather(
-        self, slot: Int32, keys: Int64, page_bytes: Int64, block_bytes: Int64, page: Int32, num_pages: Int32,
-        seen: Int32, lane: Int32,
+        self,
+        slot: Int32,
+        keys: Int64,
+        page_bytes: Int64,
+        block_bytes: Int64,
+        page: Int32,
+        num_pages: Int32,
+        seen: Int32,
+        lane: Int32,
     ):
         """Start copying a page's keys, block 4l + 2t + e to row 16t + 8e + l; those not seen become zeros, unread."""
         chunk = lane % CHUNKS
@@ -164,8 +224,16 @@ class ScoresDecode:
 
     @cute.jit
     def score(
-        self, slot: Int32, tQ: cute.Tensor, out: Int64, row_bytes: Int64, block0: Int32, before: Int32,
-        query_len: Int32, max_blocks: Int32, lane: Int32,
+        self,
+        slot: Int32,
+        tQ: cute.Tensor,
+        out: Int64,
+        row_bytes: Int64,
+        block0: Int32,
+        before: Int32,
+        query_len: Int32,
+        max_blocks: Int32,
+        lane: Int32,
     ):
         """Multiply a page's keys with all rows and store; `before` is the position of row 0."""
         acc = cute.make_rmem_tensor((4 * self.rows,), Float32)  # [m-tile 2][n-tile rows/2][4]

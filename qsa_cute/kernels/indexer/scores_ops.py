@@ -59,9 +59,20 @@ class RowTile:
 
 @cute.jit
 def locate_rows(
-    index: Int32, rows: cutlass.Constexpr[int], q: Int64, kbar: Int64, logits: Int64, context_lengths: Int64,
-    query_starts: Int64, seq_len: Int32, num_blocks: Int32, row_start: Int32, num_rows: Int32, q_stride_row: Int64,
-    kbar_stride_batch: Int64, logits_stride_row: Int64,
+    index: Int32,
+    rows: cutlass.Constexpr[int],
+    q: Int64,
+    kbar: Int64,
+    logits: Int64,
+    context_lengths: Int64,
+    query_starts: Int64,
+    seq_len: Int32,
+    num_blocks: Int32,
+    row_start: Int32,
+    num_rows: Int32,
+    q_stride_row: Int64,
+    kbar_stride_batch: Int64,
+    logits_stride_row: Int64,
 ):
     """The chunk's `index`-th tile of `rows` rows. Tiles start at multiples of `rows` within a sequence.
 
@@ -79,9 +90,15 @@ def locate_rows(
     position = start + t
     length = ops.load_global_i32_if(Int32(last > 0), context_lengths + Int64(sequence) * 4, Int32(0))
     return RowTile(
-        q + Int64(row) * q_stride_row * 2, kbar + Int64(sequence) * kbar_stride_batch * 2,
-        logits + Int64(local) * logits_stride_row * 4, logits_stride_row * 4, cutlass.max(-local, Int32(0)), last,
-        cutlass.min(length - position, last), position, num_blocks,
+        q + Int64(row) * q_stride_row * 2,
+        kbar + Int64(sequence) * kbar_stride_batch * 2,
+        logits + Int64(local) * logits_stride_row * 4,
+        logits_stride_row * 4,
+        cutlass.max(-local, Int32(0)),
+        last,
+        cutlass.min(length - position, last),
+        position,
+        num_blocks,
     )
 
 

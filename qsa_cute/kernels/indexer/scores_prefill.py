@@ -57,33 +57,83 @@ class ScoresPrefill:
 
     @cute.jit
     def __call__(
-        self, q_normed_ptr: cute.Pointer, kbar_ptr: cute.Pointer, logits_ptr: cute.Pointer,
-        context_lengths: cute.Pointer, query_starts: cute.Pointer, seq_len: Int32, num_blocks: Int32,
-        row_start: Int32, num_rows: Int32, fill: Int32, q_stride_row: Int64, kbar_stride_batch: Int64,
-        kbar_stride_block: Int64, logits_stride_row: Int64, stream: cuda.CUstream,
+        self,
+        q_normed_ptr: cute.Pointer,
+        kbar_ptr: cute.Pointer,
+        logits_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        num_blocks: Int32,
+        row_start: Int32,
+        num_rows: Int32,
+        fill: Int32,
+        q_stride_row: Int64,
+        kbar_stride_batch: Int64,
+        kbar_stride_block: Int64,
+        logits_stride_row: Int64,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            q_normed_ptr, kbar_ptr, logits_ptr, context_lengths, query_starts, seq_len, num_blocks, row_start,
-            num_rows, fill, q_stride_row, kbar_stride_batch, kbar_stride_block, logits_stride_row,
+            q_normed_ptr,
+            kbar_ptr,
+            logits_ptr,
+            context_lengths,
+            query_starts,
+            seq_len,
+            num_blocks,
+            row_start,
+            num_rows,
+            fill,
+            q_stride_row,
+            kbar_stride_batch,
+            kbar_stride_block,
+            logits_stride_row,
         ).launch(
-            grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
-            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=100,
+            grid=(1, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
     def kernel(
-        self, q_normed_ptr: cute.Pointer, kbar_ptr: cute.Pointer, logits_ptr: cute.Pointer,
-        context_lengths: cute.Pointer, query_starts: cute.Pointer, seq_len: Int32, num_blocks: Int32,
-        row_start: Int32, num_rows: Int32, fill: Int32, q_stride_row: Int64, kbar_stride_batch: Int64,
-        kbar_stride_block: Int64, logits_stride_row: Int64,
+        self,
+        q_normed_ptr: cute.Pointer,
+        kbar_ptr: cute.Pointer,
+        logits_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        num_blocks: Int32,
+        row_start: Int32,
+        num_rows: Int32,
+        fill: Int32,
+        q_stride_row: Int64,
+        kbar_stride_batch: Int64,
+        kbar_stride_block: Int64,
+        logits_stride_row: Int64,
     ):
         early.begin()
         tid, _, _ = cute.arch.thread_idx()
         index, split, _ = cute.arch.block_idx()
         _, splits, _ = cute.arch.grid_dim()
         tile = locate_rows(
-            index, self.rows, q_normed_ptr.toint(), kbar_ptr.toint(), logits_ptr.toint(), context_lengths.toint(),
-            query_starts.toint(), seq_len, num_blocks, row_start, num_rows, q_stride_row, kbar_stride_batch,
+            index,
+            self.rows,
+            q_normed_ptr.toint(),
+            kbar_ptr.toint(),
+            logits_ptr.toint(),
+            context_lengths.toint(),
+            query_starts.toint(),
+            seq_len,
+            num_blocks,
+            row_start,
+            num_rows,
+            q_stride_row,
+            kbar_stride_batch,
             logits_stride_row,
         )
         begin, end, steps = self.columns(tile, split, splits)

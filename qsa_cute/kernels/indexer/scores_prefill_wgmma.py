@@ -48,10 +48,21 @@ class ScoresPrefillWgmma(ScoresPrefill):
 
     @cute.kernel
     def kernel(
-        self, q_normed_ptr: cute.Pointer, kbar_ptr: cute.Pointer, logits_ptr: cute.Pointer,
-        context_lengths: cute.Pointer, query_starts: cute.Pointer, seq_len: Int32, num_blocks: Int32,
-        row_start: Int32, num_rows: Int32, fill: Int32, q_stride_row: Int64, kbar_stride_batch: Int64,
-        kbar_stride_block: Int64, logits_stride_row: Int64,
+        self,
+        q_normed_ptr: cute.Pointer,
+        kbar_ptr: cute.Pointer,
+        logits_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        seq_len: Int32,
+        num_blocks: Int32,
+        row_start: Int32,
+        num_rows: Int32,
+        fill: Int32,
+        q_stride_row: Int64,
+        kbar_stride_batch: Int64,
+        kbar_stride_block: Int64,
+        logits_stride_row: Int64,
     ):
         early.begin()
         tid, _, _ = cute.arch.thread_idx()
@@ -59,8 +70,19 @@ class ScoresPrefillWgmma(ScoresPrefill):
         _, splits, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = locate_rows(
-            index, self.rows, q_normed_ptr.toint(), kbar_ptr.toint(), logits_ptr.toint(), context_lengths.toint(),
-            query_starts.toint(), seq_len, num_blocks, row_start, num_rows, q_stride_row, kbar_stride_batch,
+            index,
+            self.rows,
+            q_normed_ptr.toint(),
+            kbar_ptr.toint(),
+            logits_ptr.toint(),
+            context_lengths.toint(),
+            query_starts.toint(),
+            seq_len,
+            num_blocks,
+            row_start,
+            num_rows,
+            q_stride_row,
+            kbar_stride_batch,
             logits_stride_row,
         )
         begin, end, steps = self.columns(tile, split, splits)
@@ -87,7 +109,13 @@ class ScoresPrefillWgmma(ScoresPrefill):
 
     @cute.jit
     def produce(
-        self, smem: Int32, tile: RowTile, key_bytes: Int64, begin: Int32, steps: Int32, full: cute.Pointer,
+        self,
+        smem: Int32,
+        tile: RowTile,
+        key_bytes: Int64,
+        begin: Int32,
+        steps: Int32,
+        full: cute.Pointer,
         empty: cute.Pointer,
     ):
         """Copy the keys tile by tile. A tile is announced once the next one is under way: its copies are then
@@ -148,27 +176,35 @@ class ScoresPrefillWgmma(ScoresPrefill):
 
     @cute.jit
     def consume(
-        self, base: cute.Pointer, smem: Int32, tile: RowTile, q_bytes: Int64, begin: Int32, steps: Int32, fill: Int32,
-        full: cute.Pointer, empty: cute.Pointer, tid: Int32,
+        self,
+        base: cute.Pointer,
+        smem: Int32,
+        tile: RowTile,
+        q_bytes: Int64,
+        begin: Int32,
+        steps: Int32,
+        fill: Int32,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        tid: Int32,
     ):
         group = cute.arch.make_warp_uniform(tid // 128)
-        self.copy_queries(
-            smem + group * (GROUP_COLUMNS * ROW_BYTES), tile, q_bytes, group * GROUP_ROWS, tid % 128
-        )
+        self.copy_queries(smem + group * (GROUP_COLUMNS * ROW_BYTES), tile, q_bytes, group * GROUP_ROWS, tid % 128)
         atom = warpgroup.make_smem_layout_atom(
             hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.elem, INDEX_HEAD_DIM), self.elem
         )
         q_layout = cute.tile_to_shape(atom, (GROUP_COLUMNS, INDEX_HEAD_DIM, self.groups), order=(0, 1, 2))
         k_layout = cute.tile_to_shape(atom, (TILE, INDEX_HEAD_DIM, self.stages), order=(0, 1, 2))
-        sQ = cute.make_tensor(
-            cute.recast_ptr(base, q_layout.inner, dtype=self.elem), q_layout.outer
-        )
-        sK = cute.make_tensor(
-            cute.recast_ptr(base + self.k_offset, k_layout.inner, dtype=self.elem), k_layout.outer
-        )
+        sQ = cute.make_tensor(cute.recast_ptr(base, q_layout.inner, dtype=self.elem), q_layout.outer)
+        sK = cute.make_tensor(cute.recast_ptr(base + self.k_offset, k_layout.inner, dtype=self.elem), k_layout.outer)
         mma = hopper.make_trivial_tiled_mma(
-            self.elem, self.elem, warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.K, Float32,
-            atom_layout_mnk=(1, 1, 1), tiler_mn=(TILE, GROUP_COLUMNS),
+            self.elem,
+            self.elem,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(TILE, GROUP_COLUMNS),
         )
         slice_ = mma.get_slice(0)
         tK = slice_.make_fragment_A(slice_.partition_A(sK))

@@ -85,24 +85,63 @@ class Select:
 
     @cute.jit
     def __call__(
-        self, logits_ptr: cute.Pointer, out_ptr: cute.Pointer, context_lengths: cute.Pointer,
-        query_starts: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, from_end: Int32, row_start: Int32,
-        num_blocks: Int32, ranked: Int32, expand: Int32, num_kv_heads: Int32, logits_stride_row: Int64,
-        out_stride_row: Int64, stream: cuda.CUstream,
+        self,
+        logits_ptr: cute.Pointer,
+        out_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        split_counters: cute.Pointer,
+        seq_len: Int32,
+        from_end: Int32,
+        row_start: Int32,
+        num_blocks: Int32,
+        ranked: Int32,
+        expand: Int32,
+        num_kv_heads: Int32,
+        logits_stride_row: Int64,
+        out_stride_row: Int64,
+        stream: cuda.CUstream,
     ):
         self.kernel(
-            logits_ptr, out_ptr, context_lengths, query_starts, split_counters, seq_len, from_end, row_start,
-            num_blocks, ranked, expand, num_kv_heads, logits_stride_row, out_stride_row,
+            logits_ptr,
+            out_ptr,
+            context_lengths,
+            query_starts,
+            split_counters,
+            seq_len,
+            from_end,
+            row_start,
+            num_blocks,
+            ranked,
+            expand,
+            num_kv_heads,
+            logits_stride_row,
+            out_stride_row,
         ).launch(
-            grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream,
-            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=100,
+            grid=(1, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
     def kernel(
-        self, logits_ptr: cute.Pointer, out_ptr: cute.Pointer, context_lengths: cute.Pointer,
-        query_starts: cute.Pointer, split_counters: cute.Pointer, seq_len: Int32, from_end: Int32, row_start: Int32,
-        num_blocks: Int32, ranked: Int32, expand: Int32, num_kv_heads: Int32, logits_stride_row: Int64,
+        self,
+        logits_ptr: cute.Pointer,
+        out_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        split_counters: cute.Pointer,
+        seq_len: Int32,
+        from_end: Int32,
+        row_start: Int32,
+        num_blocks: Int32,
+        ranked: Int32,
+        expand: Int32,
+        num_kv_heads: Int32,
+        logits_stride_row: Int64,
         out_stride_row: Int64,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -203,8 +242,16 @@ class Select:
 
     @cute.jit
     def stream(
-        self, smem: Int32, logits: Int64, visible: Int32, mine: Int32, stride: Int32, rank: Int32, ranks: Int32,
-        origin: Int32, limit: Float32,
+        self,
+        smem: Int32,
+        logits: Int64,
+        visible: Int32,
+        mine: Int32,
+        stride: Int32,
+        rank: Int32,
+        ranks: Int32,
+        origin: Int32,
+        limit: Float32,
     ):
         """The chunks that are not in registers, four at a time."""
         tV = cute.make_rmem_tensor((16,), Float32)

@@ -40,15 +40,11 @@ def order_key(value: Float32) -> Uint32:
 
 def least(a: Uint32, b: Uint32) -> Uint32:
     """Of unsigned numbers; `cutlass.min` compares results of inline PTX as signed ones."""
-    return cute.arch.inline_ptx(
-        "min.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
-    )
+    return cute.arch.inline_ptx("min.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def largest(a: Uint32, b: Uint32) -> Uint32:
-    return cute.arch.inline_ptx(
-        "max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
-    )
+    return cute.arch.inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def key_value(key: Uint32) -> Float32:

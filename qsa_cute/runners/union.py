@@ -1,0 +1,108 @@
+"""Prefill that shares its gather (SM90): workspace and launches of the three kernels behind `SparsePrefillRunner`.
+
+`union_prepare` turns the lists of 128 consecutive (row, head) pairs, a tile, into the ascending union of their blocks
+with a bit per (row, block); `union_prefill` attends tile by tile; `union_rows` does the rows of tiles that do not
+pay, or whose lists a union cannot say. Kernels and tuning: `qsa_cute/kernels/attention/union_*.py`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from qsa_cute import geometry, union_layout
+from qsa_cute.runners import dispatch, splits
+from qsa_cute.runners.workspace import Workspace
+from qsa_cute.runtime import Loader
+from qsa_cute.variants import KERNELS
+
+PREPARE, MAIN, ROWS = "union_prepare", "union_prefill", "union_rows"
+KINDS = {"padded": 0, "counted": 1, "blocks": 2}
+
+# Rows from which on the union is taken: 512 rows take 81 us against the row kernel's 266 on an H200; below about 128
+# both take one wave.
+LEAST_ROWS = 128
+_MAP_WORDS = 32  # of a tensor map, in int32
+_BOX = (64, 1, geometry.BLOCK_TOKENS)  # columns, heads, tokens of one copy
+_TILES = {
+    dim: tuning.baked["tile"] for tuning in KERNELS[MAIN].tuning for dim in tuning.head_dims
+}  # tokens a chunk, by head dim
+
+
+def _sizes(p: Any) -> dict[str, int]:
+    """How the rows of these parameters are cut in tiles, and a tile's union in chunks."""
+    tile = _TILES[p.head_dim]
+    per_row = p.top_k if p.index_kind == "blocks" else -(-p.top_k // geometry.BLOCK_TOKENS)
+    per_sequence = union_layout.tiles_per_sequence(p.seq_len, p.group_size)
+    return {
+        "tile": tile,
+        "tile_pairs": union_layout.tile_pairs(p.group_size),
+        "tiles_per_sequence": per_sequence,
+        "num_tiles": per_sequence * p.batch_size,
+        "mask_rows": union_layout.mask_rows(p.group_size),
+        "max_chunks": union_layout.max_chunks(p.group_size, per_row, p.kv_seq_len, tile),
+    }
+
+
+def shared_memory(p: Any) -> int:
+    """Bytes that `union_prepare` takes a block."""
+    sizes = _sizes(p)
+    return union_layout.prepare_smem_bytes(p.group_size, p.kv_seq_len, sizes["max_chunks"], sizes["tile"])
+
+
+def fits(p: Any) -> bool:
+    """Whether the kernels take these parameters: a long context with small groups outgrows the bitmaps."""
+    return p.kv_seq_len > 0 and shared_memory(p) <= union_layout.MAX_SMEM_BYTES
+
+
+def workspace(p: Any) -> Workspace:
+    """What the launches need between them; it may hold anything at entry."""
+    sizes = _sizes(p)
+    tiles, chunks, rows = sizes["num_tiles"], sizes["max_chunks"], sizes["mask_rows"]
+    return Workspace.of(
+        ("tensor_maps", "i32", (p.batch_size, 2, _MAP_WORDS)),
+        ("union_counts", "i32", (tiles, 2)),
+        ("union_entries", "i32", (tiles, chunks, sizes["tile"] // geometry.BLOCK_TOKENS)),
+        ("union_masks", "i32", (tiles, chunks, rows)),
+        ("union_first_masks", "i32", (tiles, geometry.BLOCK_TOKENS, rows)),
+        ("row_path", "i32", (tiles, p.num_kv_heads)),
+    )
+
+
+def _strides(p: Any, plane: str) -> tuple[int, int]:
+    """Bytes between heads and between tokens; a dimension of one has none of its own, and the driver wants one."""
+    head = 2 * (getattr(p, f"{plane}_stride_head") if p.num_kv_heads > 1 else p.head_dim)
+    return head, 2 * getattr(p, f"{plane}_stride_row") if p.kv_seq_len > 1 else head * p.num_kv_heads
+
+
+class Launches:
+    """The three launches of one params object: what the kernels take, by name. Made at its first run."""
+
+    def __init__(self, p: Any, dtype: str, loader: Loader, names: tuple[str, ...]) -> None:
+        values = {name: getattr(p, name) for name in names} | _sizes(p)
+        values |= workspace(p).addresses(p.workspace) | {"index_kind": KINDS[p.index_kind]}
+        for plane in "kv":
+            words = loader.driver.encode_map(
+                dtype,
+                getattr(p, f"{plane}_ptr"),
+                (p.head_dim, p.num_kv_heads, p.kv_seq_len),
+                _strides(p, plane),
+                _BOX,
+            )
+            values |= {f"{plane}_map_{i}": word for i, word in enumerate(words)}
+        # One object a kernel: each keeps its own packed image.
+        self._prepare, self._main, self._rows = (SimpleNamespace(**values, packed=None) for _ in range(3))
+        self._smem = shared_memory(p)
+        self._tiles = values["num_tiles"]
+        self._main_grid = min(splits.SM_COUNT, self._tiles * p.num_kv_heads)
+        self._rows_grid = min(2 * splits.SM_COUNT, p.num_blocks)
+
+    def run(self, dtype: object, p: Any, loader: Loader) -> None:
+        """In this order on one stream; each kernel waits for the one before by itself."""
+        for name, params, grid, smem in (
+            (PREPARE, self._prepare, self._tiles, self._smem),
+            (MAIN, self._main, self._main_grid, None),
+            (ROWS, self._rows, self._rows_grid, None),
+        ):
+            kernel = loader.peek(dispatch.wanted(name, p.head_dim, dtype), p.device, p.stream)
+            kernel.launch(params, grid, p.stream, smem=smem)

@@ -1,0 +1,139 @@
+"""The union behind `SparsePrefillRunner`: when it is taken, what it needs, and what is launched, in which order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from attention_params import PREFILL, prefill
+
+from qsa_cute import union_layout
+from qsa_cute.errors import ArgumentError, UnsupportedError
+from qsa_cute.runners import SparsePrefillRunner, dispatch, sparse_prefill, union
+
+ROWS = {"batch_size": 1, "seq_len": 4096, "kv_seq_len": 8192}
+BASE = 1 << 45  # a workspace away from every tensor
+# One head a group: the bitmaps of 128 rows of so long a context are too much.
+WIDE = {"num_q_heads": 2, "kv_seq_len": 262144, "o_ptr": 1 << 40}
+
+
+class Driver:
+    def __init__(self, capability=(9, 0)) -> None:
+        self._capability = capability
+        self.maps = []
+
+    def current_context(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def capability(self, device: int) -> tuple[int, int]:
+        return self._capability
+
+    def encode_map(self, dtype, address, sizes, strides, box):
+        self.maps.append((dtype, address, sizes, strides, box))
+        return tuple(range(16))
+
+
+class FakeLoader:
+    def __init__(self, capability=(9, 0)) -> None:
+        self.driver, self.log = Driver(capability), []
+
+    def peek(self, wanted, device=-1, stream=0):
+        def launch(params, grid, stream, cluster=1, smem=None):
+            self.log.append(SimpleNamespace(kernel=wanted.kernel, params=params, grid=grid, stream=stream, smem=smem))
+
+        return SimpleNamespace(launch=launch)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    def install(loader):
+        monkeypatch.setattr(dispatch, "_capabilities", {})
+        monkeypatch.setattr(sparse_prefill, "default_loader", lambda: loader)
+        return loader
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({}, False),
+        ({"workspace": BASE}, True),
+        ({"workspace": BASE, "algorithm": "rows"}, False),
+        ({"workspace": BASE, "seq_len": union.LEAST_ROWS - 1}, False),
+        ({"workspace": BASE, "seq_len": 1, "algorithm": "union"}, True),
+        ({"workspace": BASE, "seq_len": 1, "index_kind": "blocks", "top_k": 512}, True),
+        ({"workspace": BASE, "seq_len": 0}, False),
+        ({"workspace": BASE, **WIDE}, False),
+    ],
+)
+def test_when_it_is_taken(changes, shares) -> None:
+    assert prefill(**ROWS | changes).shares is shares
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"algorithm": "tile"}, "algorithm is 'tile'; it takes 'rows', 'union' or None"),
+        ({"index_kind": "csr"}, "index_kind is 'csr'; it takes 'padded', 'counted', 'blocks'"),
+        ({"algorithm": "union"}, "workspace is null"),
+        ({"index_kind": "counted"}, "workspace is null"),
+        ({"index_kind": "blocks", "algorithm": "rows", "workspace": BASE}, "that takes 'padded' lists"),
+        ({"workspace": BASE + 16}, "workspace is .* multiple of 256"),
+        ({"workspace": BASE, "algorithm": "union", **WIDE}, "bytes of shared memory"),
+        ({"workspace": PREFILL["q_ptr"]}, "workspace at .* overlaps q"),
+    ],
+)
+def test_what_it_refuses(changes, says) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        prefill(**ROWS | changes)
+
+
+def test_launches_in_order(use) -> None:
+    loader, params = use(FakeLoader()), prefill(**ROWS, workspace=BASE, stream=7)
+    for _ in range(2):
+        SparsePrefillRunner.run("bf16", params)
+    prepare, main, rows = loader.log[:3]
+    assert [one.kernel for one in loader.log] == ["union_prepare", "union_prefill", "union_rows"] * 2
+    tiles = 4096 * 12 // 128
+    assert (prepare.grid, main.grid, rows.grid) == (tiles, 132, 264)
+    assert (main.smem, rows.smem) == (None, None)
+    assert 0 < prepare.smem == union.shared_memory(params) <= union_layout.MAX_SMEM_BYTES
+    assert {one.stream for one in loader.log} == {7}
+    assert loader.log[3].params is prepare.params, "made once"
+    assert len(loader.driver.maps) == 2
+    dtype, address, sizes, strides, box = loader.driver.maps[0]
+    assert (dtype, address, sizes, box) == ("bf16", params.k_ptr, (256, 2, 8192), (64, 1, 4))
+    assert strides == (2 * params.k_stride_head, 2 * params.k_stride_row)
+    assert prepare.params.index_kind == 0
+    assert [getattr(prepare.params, f"v_map_{i}") for i in range(16)] == list(range(16))
+
+
+def test_parts_of_the_workspace_lie_within_it() -> None:
+    params = prefill(**ROWS, workspace=BASE)
+    needed = SparsePrefillRunner.workspace_size(
+        1, 4096, 8192, params.num_q_heads, params.num_kv_heads, params.head_dim, params.top_k
+    )
+    assert needed == union.workspace(params)
+    for part in needed.parts:
+        assert part.offset % needed.alignment == 0
+        assert part.offset + part.size <= needed.size
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_elsewhere_the_row_kernel_does_it(use, capability) -> None:
+    loader = use(FakeLoader(capability))
+    SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE))
+    assert [one.kernel for one in loader.log] == ["sparse_prefill"]
+    with pytest.raises(UnsupportedError, match="built for sm_90a"):
+        SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE, index_kind="blocks"))
+
+
+def test_one_head_and_one_token_still_have_strides(use) -> None:
+    loader = use(FakeLoader())
+    one = {"num_q_heads": 12, "num_kv_heads": 1, "kv_seq_len": 1, "k_stride_head": 0, "k_stride_row": 0}
+    SparsePrefillRunner.run("bf16", prefill(**ROWS | one, workspace=BASE, algorithm="union"))
+    assert loader.driver.maps[0][3] == (512, 512)
