@@ -51,6 +51,8 @@ def measure(works: Mapping[str, Sequence[Callable[[], object]]], seconds: float)
         works: provider -> launches of its rotation.
         seconds: about how long the rounds may take; there are 5 at least.
     """
+    if not works:
+        return {}
     samples = {name: _sample(list(launches)) for name, launches in works.items()}
     plays = [sample.play for sample in samples.values()]
     for _ in range(2):

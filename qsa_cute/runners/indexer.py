@@ -280,7 +280,7 @@ def take_rows(
     table = binder.take("cos_sin", cos_sin, f"max_positions {geometry.ROPE_DIM}", "f32", contiguous=True)
     out = binder.take("out_idx", out_idx, f"batch rows {geometry.INDEX_WIDTH}", "i32")
     dim = f"{geometry.INDEX_HEAD_DIM}"
-    space = None if workspace is None else binder.take("workspace", workspace, "workspace_bytes", "torch.uint8")
+    space = None if workspace is None else binder.take("workspace", workspace, "workspace_bytes", "u8")
     return {
         "index_qk_ptr": qk.pointer,
         "cos_sin_ptr": table.pointer,

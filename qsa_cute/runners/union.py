@@ -1,8 +1,8 @@
 """Prefill that shares its gather (SM90): workspace and launches of the three kernels behind `SparsePrefillRunner`.
 
 `union_prepare` turns the lists of 128 consecutive (row, head) pairs, a tile, into the ascending union of their blocks
-with a bit per (row, block); `union_prefill` attends tile by tile; `union_rows` does the rows of tiles that do not
-pay, or whose lists a union cannot say. Kernels and tuning: `qsa_cute/kernels/attention/union_*.py`.
+with a bit per (row, block); `union_prefill` attends tile by tile; `union_rows` does the rows of tiles whose lists
+a union cannot say. Kernels and tuning: `qsa_cute/kernels/attention/union_*.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Split-K sparse decode attention on SM90: the splits of a row are the blocks of one cluster.
 
 The same rows, lists, guards and main loop as `sparse_decode.py`, with another merge. O's columns are cut in groups
-of 8, and rank c of the cluster owns groups c, c + num_splits, ... Each block sends every peer, through distributed shared memory, the columns that peer owns, its maxima and its sums;
-the sends complete bytes on the receiver's mbarrier. When all have arrived a block sums its columns over the
-ranks, in rank order, and stores them. No workspace, no counters, no trip through global memory, and nothing to
-zero: right whatever the workspace holds.
+of 8, and rank c of the cluster owns groups c, c + num_splits, ... Each block sends every peer, through distributed
+shared memory, the columns that peer owns, its maxima and its sums; the sends complete bytes on the receiver's
+mbarrier. When all have arrived a block sums its columns over the ranks, in rank order, and stores them. No workspace,
+no counters, no trip through global memory, and nothing to zero: right whatever the workspace holds.
 
 Grid: as `sparse_decode.py`, in clusters of (1, num_splits, 1), num_splits 1..16, given at launch.
 `partial_o` and `partial_stats` are not used; `split_counters`, when given, are left zero, as hosts expect.

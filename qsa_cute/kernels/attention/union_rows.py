@@ -1,4 +1,4 @@
-"""The rows that `union_prefill` leaves: tiles whose union does not pay or fit, or that met a value not finite.
+"""The rows that `union_prefill` leaves: tiles whose lists a union cannot say, or that met a value not finite.
 
 Grid: as many blocks as run at once, each over the (row, KV head) units block, block + grid, ... whose tile
 `row_path` marks; the marks are read 32 at a time, so that a launch with none costs little. A marked unit is
