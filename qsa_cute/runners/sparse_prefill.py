@@ -296,11 +296,15 @@ class SparsePrefillRunner:
         Raises:
             ArgumentError: a size is out of range.
         """
-        placeholder = 1 << 40  # an address: nothing is read
+        somewhere = 1 << 40  # an address: nothing is read
         return union.workspace(
             SparsePrefillParams(
-                **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "indices", "context_lengths"), placeholder),
-                o_ptr=placeholder << 10,
+                q_ptr=somewhere,
+                k_ptr=somewhere,
+                v_ptr=somewhere,
+                indices=somewhere,
+                context_lengths=somewhere,
+                o_ptr=somewhere << 10,
                 batch_size=batch_size,
                 seq_len=seq_len,
                 kv_seq_len=kv_seq_len,
@@ -310,7 +314,7 @@ class SparsePrefillRunner:
                 top_k=top_k,
                 attention_scale=1.0,
                 index_kind=index_kind,
-                workspace=placeholder << 15,
+                workspace=somewhere << 15,
             )
         )
 

@@ -274,12 +274,7 @@ class UnionPrepare:
         ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
         num_records = ops.load_shared_i32(smem + NUM_RECORDS)
         chunks = ns + 2 * pairs
-        fits = (
-            (twice == 0)
-            & (num_records <= RECORDS)
-            & (partial_blocks <= self.blocks)
-            & (chunks <= max_chunks)
-        )
+        fits = (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (chunks <= max_chunks)
         if fits:
             if tid < ns * self.blocks - shared_blocks:
                 ops.store_shared_i32(places + (shared_blocks + tid) * 4, Int32(-1))
