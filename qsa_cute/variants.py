@@ -115,8 +115,8 @@ def _sms(kib: int) -> tuple[str, ...]:
 def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
     """One K tile and two V tiles in flight, two blocks an SM: the best of those measured on the H200.
 
-    One V tile where two such blocks would not fit; one block where only one fits, or where the paged kernel
-    would spill at the 128 registers of two (256 columns, outside sm_90a).
+    One V tile or one block where two such blocks would not fit; one block, too, where the paged kernel would spill at
+    the 128 registers of two (256 columns, outside sm_90a).
     """
 
     def stages(v: int, blocks: int) -> dict[str, int]:
@@ -127,7 +127,7 @@ def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
         Tuning(stages(2, 2), ("sm_90a",)),
         Tuning(stages(2, 1 if paged else 2), blackwell, (256,)),
         Tuning(stages(2, 2), (*blackwell, *_sms(163)), (128,)),
-        Tuning(stages(2, 1) if paged else stages(1, 2), _sms(163), (256,)),
+        Tuning(stages(2, 1), _sms(163), (256,)),
         Tuning(stages(1, 1), _sms(99), (256,)),
         Tuning(stages(1, 2), _sms(99), (128,)),
     )

@@ -14,6 +14,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import test_union as union
 from attention_cases import DTYPES, Decode, Output, Prefill, decode, prefill
 
 LENGTHS = (0, 5, 300)
@@ -44,6 +45,8 @@ def main() -> None:
                 for splits in counts:
                     out: Output = paged.run(algorithm, paged.workspace(), num_splits=splits)
                     out.check(*want)
+        union.check_shared(union.shared(lengths=(300, 40), rows=24, top=16, dtype=dtype))
+    union.test_many_holes_take_the_row_path()
     torch.cuda.synchronize()
     print("every kernel ran and agrees with the reference")
 
