@@ -205,11 +205,13 @@ def test_identical_rows(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_share_nothing(kind) -> None:
+def test_rows_that_share_nothing_take_the_row_path(kind) -> None:
     case = shared(lengths=(8192,), rows=45, top=128)
     row, place = torch.arange(45, device=case.q.device), torch.arange(128, device=case.q.device)
     case = with_blocks(case, (row[:, None] % 15 + 15 * place).int()[None].contiguous())
-    check_shared(case, kind)
+    out, space = attend(case, kind)
+    check(case, out, space)
+    assert space.rows_path()[:4].all(), "a union that does not pay was walked"
 
 
 def test_tiles_of_both_kinds_side_by_side() -> None:
@@ -219,7 +221,7 @@ def test_tiles_of_both_kinds_side_by_side() -> None:
     blocks[:, :32] = blocks[:, :1]
     row, place = torch.arange(32, device=case.q.device), torch.arange(128, device=case.q.device)
     blocks[:, 32:] = (row[:, None] % 15 + 15 * place).int()
-    check_shared(with_blocks(case, blocks))
+    check_odd(with_blocks(case, blocks))
 
 
 # Shapes.
