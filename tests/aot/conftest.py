@@ -90,7 +90,7 @@ class FakeCompiler:
         shutil.copy(source, Path(job.folder, f"{job.name}.cubin"))
         entry = json.loads((self.folder / "manifest.json").read_text())["variants"][source.stem]
         params = [{"name": param["name"], "kind": param["kind"]} for param in entry["params"]]
-        report = {"threads": entry["threads"], "smem_bytes": entry["smem_bytes"], "params": params}
+        report = {key: entry[key] for key in ("threads", "smem_bytes", "early_launch")} | {"params": params}
         Path(job.folder, f"{job.name}.json").write_text(json.dumps(report))
         return ""
 
