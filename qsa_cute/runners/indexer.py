@@ -34,7 +34,7 @@ from qsa_cute.runners.indexer_select import (
 )
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
 from qsa_cute.runners.tensors import Binder, current_stream
-from qsa_cute.runners.workspace import ALIGNMENT, Part, Workspace
+from qsa_cute.runners.workspace import ALIGNMENT, PartSpec, Workspace
 from qsa_cute.runtime import default_loader
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import DTYPES, SMS
@@ -44,23 +44,6 @@ ROW_STEP = 128  # rows of a chunk: a multiple of this, the largest tile of the s
 STRIDE_STEP = 4  # FP32 logits of 16 bytes
 # A context up to here has no row that sees more than 512 blocks: all are taken, nothing need be scored.
 UNSCORED_CONTEXT = (geometry.TOP_BLOCKS + 1) * geometry.BLOCK_TOKENS - 1
-
-# (name, "elem", "f32" or "i32", shape) of one array; "elem" is the call's bf16 or fp16.
-PartSpec = tuple[str, str, tuple[int, ...]]
-
-_ITEM_BYTES = {"elem": checks.ELEM_BYTES, "f32": 4, "i32": 4}
-
-
-def lay_out(*parts: PartSpec) -> Workspace:
-    """A workspace of these arrays in order, each aligned."""
-    laid, end = [], 0
-    for name, dtype, shape in parts:
-        size = _ITEM_BYTES[dtype]
-        for extent in shape:
-            size *= extent
-        laid.append(Part(name, dtype, shape, end, size))
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Workspace(end, ALIGNMENT, tuple(laid))
 
 
 def _context(value: object) -> int:
@@ -84,7 +67,7 @@ def chunk_rows(rows: int, max_context_len: int, scratch_bytes: int) -> int:
 
 
 def prefill_parts(batch: int, rows: int, max_context_len: int, scratch_bytes: int) -> list[PartSpec]:
-    """What a prefill's workspace holds, for `lay_out`."""
+    """What a prefill's workspace holds, for `Workspace.of`."""
     width, dim = _logits_row(max_context_len), geometry.INDEX_HEAD_DIM
     if not width:
         return []
@@ -96,7 +79,7 @@ def prefill_parts(batch: int, rows: int, max_context_len: int, scratch_bytes: in
 
 
 def decode_parts(batch: int, query_len: int, max_context_len: int) -> list[PartSpec]:
-    """What a decode step's workspace holds, for `lay_out`."""
+    """What a decode step's workspace holds, for `Workspace.of`."""
     rows, width = batch * query_len, _logits_row(max_context_len)
     parts: list[PartSpec] = [("q_normed", "elem", (rows, geometry.INDEX_HEADS, geometry.INDEX_HEAD_DIM))]
     return [*parts, ("logits", "f32", (rows, width))] if width else parts
@@ -168,7 +151,7 @@ class IndexerPrefillParams:
         scratch = checks.integer("scratch_bytes", self.scratch_bytes, 1, 1 << 48)
         settle(self, {"max_context_len": longest, "scratch_bytes": scratch, "launches": ()})
         if batch * rows:
-            at = take_workspace(self, lay_out(*prefill_parts(batch, rows, longest, scratch)))
+            at = take_workspace(self, Workspace.of(*prefill_parts(batch, rows, longest, scratch)))
             settle(self, {"launches": (*self._keys(at), *self._lists(at))})
 
     def _common(self, *names: str) -> dict[str, Any]:
@@ -358,7 +341,7 @@ class IndexerDecodeParams:
             raise _too_narrow(self.pool_state, longest)
         settle(self, {"max_context_len": longest, "launches": ()})
         if batch:
-            at = take_workspace(self, lay_out(*decode_parts(batch, query_len, longest)))
+            at = take_workspace(self, Workspace.of(*decode_parts(batch, query_len, longest)))
             settle(self, {"launches": self._launches(at, longest // geometry.BLOCK_TOKENS)})
 
     def _launches(self, at: dict[str, int], blocks: int) -> tuple[Launch, ...]:
@@ -479,7 +462,7 @@ class IndexerPrefillRunner:
         batch, rows = checks.integer("batch_size", batch_size, 0), checks.integer("seq_len", seq_len, 0)
         longest = _context(rows if max_context_len is None else max_context_len)
         scratch = checks.integer("scratch_bytes", scratch_bytes, 1, 1 << 48)
-        return lay_out(*prefill_parts(batch, rows, longest, scratch))
+        return Workspace.of(*prefill_parts(batch, rows, longest, scratch))
 
     @staticmethod
     def preflight(dtype: object, stream: int | None = None, device: int | None = None) -> None:
@@ -528,7 +511,7 @@ class IndexerDecodeRunner:
         """
         batch = checks.integer("batch_size", batch_size, 0)
         rows = checks.integer("query_len", query_len, 1, MAX_QUERY_LEN)
-        return lay_out(*decode_parts(batch, rows, _context(max_context_len)))
+        return Workspace.of(*decode_parts(batch, rows, _context(max_context_len)))
 
     @staticmethod
     def preflight(dtype: object, stream: int | None = None, device: int | None = None) -> None:

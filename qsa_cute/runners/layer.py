@@ -20,15 +20,13 @@ from qsa_cute.runners.indexer import (
     IndexerDecodeRunner,
     IndexerPrefillParams,
     IndexerPrefillRunner,
-    PartSpec,
     decode_parts,
     indexer_support,
-    lay_out,
     prefill_parts,
 )
 from qsa_cute.runners.sparse_decode import SparseDecodeParams, SparseDecodeRunner
 from qsa_cute.runners.sparse_prefill import SparsePrefillParams, SparsePrefillRunner
-from qsa_cute.runners.workspace import Workspace
+from qsa_cute.runners.workspace import PartSpec, Workspace
 from qsa_cute.support import Support
 
 
@@ -306,7 +304,7 @@ class QsaLayer:
                 batch_size, seq_len, kv_rows, num_q_heads, num_kv_heads, head_dim, geometry.INDEX_WIDTH
             )
             parts.append(("union", "i32", (shared.size // 4,)))
-        return lay_out(*parts)
+        return Workspace.of(*parts)
 
     @staticmethod
     def decode_workspace_size(
@@ -319,7 +317,7 @@ class QsaLayer:
         """
         IndexerDecodeRunner.workspace_size(batch_size, max_context_len, query_len)  # raises for what is wrong
         partials = SparseDecodeRunner.workspace_size(batch_size, num_kv_heads, head_dim, query_len)
-        return lay_out(
+        return Workspace.of(
             *decode_parts(batch_size, query_len, max_context_len),
             ("indices", "i32", (batch_size, query_len, geometry.INDEX_WIDTH)),
             *((part.name, part.dtype, part.shape) for part in partials.parts),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ALIGNMENT = 256  # of a workspace and of every part in it: what cudaMalloc gives
+
+# (name, "elem", "f32" or "i32", shape) of one array; "elem" is the call's bf16 or fp16.
+PartSpec = tuple[str, str, tuple[int, ...]]
+
+_ITEM_BYTES = {"elem": 2, "f32": 4, "i32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +19,7 @@ class Part:
 
     Attributes:
         name: the parameter it is passed as.
-        dtype: "f32" or "i32".
+        dtype: "elem" (the call's bf16 or fp16), "f32" or "i32".
         shape: contiguous.
         offset, size: bytes.
     """
@@ -44,13 +50,11 @@ class Workspace:
         return {part.name: base + part.offset for part in self.parts}
 
     @staticmethod
-    def of(*parts: tuple[str, str, tuple[int, ...]]) -> Workspace:
-        """Lay out (name, dtype, shape) in order; every type takes 4 bytes."""
+    def of(*parts: PartSpec) -> Workspace:
+        """Lay out these arrays in order, each aligned."""
         laid, end = [], 0
         for name, dtype, shape in parts:
-            size = 4
-            for extent in shape:
-                size *= extent
+            size = _ITEM_BYTES[dtype] * math.prod(shape)
             laid.append(Part(name, dtype, shape, end, size))
             end += -(-size // ALIGNMENT) * ALIGNMENT
         return Workspace(end, ALIGNMENT, tuple(laid))
