@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
@@ -16,6 +16,8 @@ from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.variants import SMS
 
 INT32_MAX = 2**31 - 1
+MAX_GRID_YZ = 65535
+MAX_FLAT_PAGES = INT32_MAX // geometry.PAGE_TOKENS  # the kernels number the pool's tokens in int32
 ALIGNMENT = 16  # bytes of one cp.async piece: of every element pointer and of every stride of elements
 ELEM_BYTES = 2  # bf16 and fp16
 
@@ -172,3 +174,9 @@ def head_dim(value: object) -> int:
             f"head_dim is {show(value)}; it takes {' or '.join(map(str, geometry.SUPPORTED_HEAD_DIMS))}"
         )
     return number
+
+
+def settle(params: Any, checked: Mapping[str, Any]) -> None:
+    """Set the fields of a frozen params object to what the checks made of them."""
+    for name, value in checked.items():
+        object.__setattr__(params, name, value)

@@ -21,7 +21,6 @@ from qsa_cute.runners.indexer_launch import (
     PreDecode,
     QueryPrepare,
     RawKeyTailWrite,
-    settle,
     wanted,
 )
 from qsa_cute.runners.indexer_select import (
@@ -149,10 +148,10 @@ class IndexerPrefillParams:
         if self.pool_state is not None and longest > self.pool_state.reach:
             raise _too_narrow(self.pool_state, longest)
         scratch = checks.integer("scratch_bytes", self.scratch_bytes, 1, 1 << 48)
-        settle(self, {"max_context_len": longest, "scratch_bytes": scratch, "launches": ()})
+        checks.settle(self, {"max_context_len": longest, "scratch_bytes": scratch, "launches": ()})
         if batch * rows:
             at = take_workspace(self, Workspace.of(*prefill_parts(batch, rows, longest, scratch)))
-            settle(self, {"launches": (*self._keys(at), *self._lists(at))})
+            checks.settle(self, {"launches": (*self._keys(at), *self._lists(at))})
 
     def _common(self, *names: str) -> dict[str, Any]:
         every = ("context_lengths", "batch_size", "seq_len", "query_starts", "stream", "device", *names)
@@ -339,10 +338,10 @@ class IndexerDecodeParams:
         longest = _context(self.pool_state.reach if self.max_context_len is None else self.max_context_len)
         if longest > self.pool_state.reach:
             raise _too_narrow(self.pool_state, longest)
-        settle(self, {"max_context_len": longest, "launches": ()})
+        checks.settle(self, {"max_context_len": longest, "launches": ()})
         if batch:
             at = take_workspace(self, Workspace.of(*decode_parts(batch, query_len, longest)))
-            settle(self, {"launches": self._launches(at, longest // geometry.BLOCK_TOKENS)})
+            checks.settle(self, {"launches": self._launches(at, longest // geometry.BLOCK_TOKENS)})
 
     def _launches(self, at: dict[str, int], blocks: int) -> tuple[Launch, ...]:
         common = {name: getattr(self, name) for name in ("context_lengths", "batch_size", "stream", "device")}

@@ -12,7 +12,6 @@ ArgumentError for a value that no launch could take; `run` raises as `SparsePref
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -57,12 +56,6 @@ def wanted(kernel: str, dtype: object, baked: tuple[tuple[str, int], ...] = ()) 
         return _known(kernel, dtype, baked)
     except TypeError:  # not hashable
         raise UnsupportedError(f"no {kernel} for type {checks.show(dtype)}; built are {', '.join(DTYPES)}") from None
-
-
-def settle(launch: Any, checked: Mapping[str, Any]) -> None:
-    """Set the fields of a frozen launch to what the checks made of them."""
-    for name, value in checked.items():
-        object.__setattr__(launch, name, value)
 
 
 def addresses(launch: Any, required: bool, **aligned: int) -> dict[str, int]:
@@ -160,7 +153,7 @@ class QueryPrepare(Launch):
     q_normed_stride_row: int | None = None
 
     def __post_init__(self) -> None:
-        settle(self, place(self) | batch_of(self))
+        checks.settle(self, place(self) | batch_of(self))
         rows = self.batch_size * self.seq_len
         checked = index_rows(self, self.seq_len) | addresses(
             self, rows > 0, q_normed_ptr=8, cos_sin_ptr=16, context_lengths=4, w_q_ptr=8
@@ -169,7 +162,7 @@ class QueryPrepare(Launch):
         checked["q_normed_stride_row"] = checks.stride(
             "q_normed_stride_row", self.q_normed_stride_row, QUERY_COLUMNS, _LANE_ELEMS
         )
-        settle(self, checked | _numbers(self) | {"grid": rows})
+        checks.settle(self, checked | _numbers(self) | {"grid": rows})
         out = checks.extent("q_normed", self.q_normed_ptr, ((rows, self.q_normed_stride_row or 0),), QUERY_COLUMNS, 2)
         checks.disjoint([out], [index_extent(self, self.seq_len)])
 
@@ -224,7 +217,7 @@ class KeyCompress(PoolLaunch):
         begin = checks.integer("block_begin", self.block_begin, 0, end)
         if self.read_pool and self.pool_state is None:
             raise ArgumentError("read_pool is set without a pool_state; give the pool that holds the earlier tokens")
-        settle(self, place(self) | batch_of(self) | pool_of(self.pool_state))
+        checks.settle(self, place(self) | batch_of(self) | pool_of(self.pool_state))
         units = self.batch_size * (end - begin)
         checked = index_rows(self, self.seq_len) | addresses(
             self, units > 0, cos_sin_ptr=16, context_lengths=4, w_k_ptr=8
@@ -243,7 +236,7 @@ class KeyCompress(PoolLaunch):
             "block_count": end - begin,
             "grid": -(-checks.grid("batch_size x blocks", units) // _BLOCKS_PER_CTA),
         }
-        settle(self, checked | _numbers(self))
+        checks.settle(self, checked | _numbers(self))
         dims = ((self.batch_size, self.kbar_stride_batch or 0), (blocks, block))
         out = checks.extent("kbar", self.kbar_ptr, dims, geometry.INDEX_HEAD_DIM, checks.ELEM_BYTES)
         checks.disjoint([out], [index_extent(self, self.seq_len)])
@@ -267,10 +260,10 @@ class RawKeyTailWrite(PoolLaunch):
     def __post_init__(self) -> None:
         if self.pool_state is None:
             raise ArgumentError("pool_state is None; raw keys go to a pool")
-        settle(self, place(self) | batch_of(self) | pool_of(self.pool_state))
+        checks.settle(self, place(self) | batch_of(self) | pool_of(self.pool_state))
         rows = self.batch_size * self.seq_len
         checked = index_rows(self, self.seq_len) | addresses(self, rows > 0, context_lengths=4)
-        settle(self, checked | addresses(self, False, query_starts=4) | {"grid": self.batch_size if rows else 0})
+        checks.settle(self, checked | addresses(self, False, query_starts=4) | {"grid": self.batch_size if rows else 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +294,7 @@ class PreDecode(PoolLaunch):
     def __post_init__(self) -> None:
         if self.pool_state is None:
             raise ArgumentError("pool_state is None; decode keeps its keys in a pool")
-        settle(self, place(self) | batch_of(self, "query_len") | pool_of(self.pool_state))
+        checks.settle(self, place(self) | batch_of(self, "query_len") | pool_of(self.pool_state))
         rows = self.batch_size * self.query_len
         checked = index_rows(self, self.query_len) | addresses(
             self, rows > 0, q_normed_ptr=8, cos_sin_ptr=16, context_lengths=4, w_q_ptr=8, w_k_ptr=8
@@ -309,7 +302,7 @@ class PreDecode(PoolLaunch):
         checked["q_normed_stride_row"] = checks.stride(
             "q_normed_stride_row", self.q_normed_stride_row, QUERY_COLUMNS, _LANE_ELEMS
         )
-        settle(self, checked | _numbers(self) | {"grid": rows})
+        checks.settle(self, checked | _numbers(self) | {"grid": rows})
         out = checks.extent("q_normed", self.q_normed_ptr, ((rows, self.q_normed_stride_row or 0),), QUERY_COLUMNS, 2)
         checks.disjoint([out], [index_extent(self, self.query_len)])
 
@@ -330,7 +323,9 @@ class IdsFill(Launch):
         blocks = checks.integer("num_blocks", self.num_blocks, 0)
         groups = checks.grid("rows of ids", rows * -(-blocks // _FILL_COLUMNS))
         stride = checks.stride("ids_stride_row", self.ids_stride_row, blocks, step=1)
-        settle(self, place(self) | addresses(self, groups > 0, ids_ptr=4) | {"ids_stride_row": stride, "grid": groups})
+        checks.settle(
+            self, place(self) | addresses(self, groups > 0, ids_ptr=4) | {"ids_stride_row": stride, "grid": groups}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +351,7 @@ class Expand(Launch):
     sorted_stride_row: int | None = None
 
     def __post_init__(self) -> None:
-        settle(self, place(self) | batch_of(self))
+        checks.settle(self, place(self) | batch_of(self))
         total = self.batch_size * self.seq_len
         start = checks.integer("row_start", self.row_start, 0, total)
         left = total - start
@@ -366,7 +361,7 @@ class Expand(Launch):
         checked = addresses(self, rows > 0, out_idx_ptr=4, context_lengths=4)
         checked |= addresses(self, rows > 0 and blocks > 0, sorted_ids_ptr=4) | addresses(self, False, query_starts=4)
         checked["out_stride_row"] = checks.stride("out_stride_row", self.out_stride_row, geometry.INDEX_WIDTH, step=1)
-        settle(self, checked | {"row_start": start, "num_rows": rows, "sorted_stride_row": stride, "grid": rows})
+        checks.settle(self, checked | {"row_start": start, "num_rows": rows, "sorted_stride_row": stride, "grid": rows})
         lists = ((total, self.out_stride_row),)
         out = checks.extent("out_idx", self.out_idx_ptr, lists, geometry.INDEX_WIDTH, 4)
         ids = checks.extent("sorted_ids", self.sorted_ids_ptr, ((rows, stride),), blocks, 4)

@@ -23,7 +23,6 @@ from qsa_cute.runners.indexer_launch import (
     batch_of,
     place,
     pool_of,
-    settle,
     wanted,
 )
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
@@ -31,7 +30,6 @@ from qsa_cute.runtime import default_loader
 from qsa_cute.variants import KERNELS
 
 MAX_QUERY_LEN = 8  # new tokens a sequence that one decode step takes
-MAX_GRID_YZ = 65535
 
 MMA_ROWS = 32  # rows of a tile of the scores, by mma.sync
 WGMMA_ROWS = 64 * KERNELS["scores_prefill_wgmma"].tuning[0].baked["groups"]  # and by wgmma: 64 a consumer warpgroup
@@ -41,7 +39,7 @@ PREFILL_SPLITS = 4  # column splits of a row tile
 PREFILL_TARGET = 128  # thread blocks that a launch should at least have
 # Decode scores: (query rows baked, sequences up to, warps a thread block, shares of a sequence's columns up to). One
 # sequence is a chain of latencies, so it is spread thin; many are memory-bound: two pages at once a thread block.
-DECODE = ((4, 1, 1, 256), (4, MAX_GRID_YZ, 2, 128), (8, 1, 4, 128), (8, MAX_GRID_YZ, 4, 64))
+DECODE = ((4, 1, 1, 256), (4, checks.MAX_GRID_YZ, 2, 128), (8, 1, 4, 128), (8, checks.MAX_GRID_YZ, 4, 64))
 DECODE_BLOCKS = 4096  # thread blocks from which on more shares only cost
 DECODE_LEAST = 16  # shares all the same: lengths differ
 PAGE_BLOCKS = geometry.PAGE_TOKENS // geometry.BLOCK_TOKENS  # blocks that a warp scores at once
@@ -105,7 +103,7 @@ class Scores(Launch):
     _grids: dict[str, tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        settle(self, place(self) | batch_of(self))
+        checks.settle(self, place(self) | batch_of(self))
         total = self.batch_size * self.seq_len
         start = checks.integer("row_start", self.row_start, 0, total)
         rows = checks.integer("num_rows", total - start if self.num_rows is None else self.num_rows, 0, total - start)
@@ -130,7 +128,7 @@ class Scores(Launch):
             "logits_stride_row": _logits_stride(self, blocks),
             "grid": rows if launches else 0,
         }
-        settle(self, checked)
+        checks.settle(self, checked)
         object.__setattr__(self, "_grids", grids)
         out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)
         q = checks.extent("q_normed", self.q_normed_ptr, ((total, self.q_stride_row or 0),), QUERY_COLUMNS, 2)
@@ -155,7 +153,7 @@ def score_grid(rows_a_tile: int, seq_len: int, start: int, rows: int, blocks: in
 
     tiles = tile(start + rows - 1) - tile(start) + 1
     splits = max(PREFILL_SPLITS, -(-PREFILL_TARGET // tiles))
-    return tiles, max(1, min(splits, -(-blocks // 64), MAX_GRID_YZ)), 1
+    return tiles, max(1, min(splits, -(-blocks // 64), checks.MAX_GRID_YZ)), 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +177,8 @@ class ScoresDecode(PoolLaunch):
     def __post_init__(self) -> None:
         if self.pool_state is None:
             raise ArgumentError("pool_state is None; decode reads its keys from a pool")
-        settle(self, place(self) | batch_of(self, "query_len") | pool_of(self.pool_state))
-        checks.integer("batch_size", self.batch_size, 0, MAX_GRID_YZ)
+        checks.settle(self, place(self) | batch_of(self, "query_len") | pool_of(self.pool_state))
+        checks.integer("batch_size", self.batch_size, 0, checks.MAX_GRID_YZ)
         query_len = checks.integer("query_len", self.query_len, 1, MAX_QUERY_LEN)
         blocks = checks.integer("max_blocks", self.max_blocks, 0)
         launches = self.batch_size > 0 and blocks > 0
@@ -192,7 +190,7 @@ class ScoresDecode(PoolLaunch):
             "logits_stride_row": _logits_stride(self, blocks),
             "grid": (shares, self.batch_size, 1) if launches else 0,
         }
-        settle(self, checked)
+        checks.settle(self, checked)
         object.__setattr__(self, "_baked", baked)
         rows = self.batch_size * query_len
         out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)
@@ -247,7 +245,7 @@ class Select(Launch):
     cluster: int | None = None
 
     def __post_init__(self) -> None:
-        settle(self, place(self) | batch_of(self))
+        checks.settle(self, place(self) | batch_of(self))
         total = self.batch_size * self.seq_len
         start = checks.integer("row_start", self.row_start, 0, total)
         rows = checks.integer("num_rows", total - start if self.num_rows is None else self.num_rows, 0, total - start)
@@ -269,7 +267,7 @@ class Select(Launch):
             "out_stride_row": checks.stride("out_stride_row", self.out_stride_row, width, step=1),
             "grid": rows,
         }
-        settle(self, checked)
+        checks.settle(self, checked)
         out = checks.extent("out", self.out_ptr, ((rows, self.out_stride_row or 0),), width, 4)
         counters = checks.extent("split_counters", self.split_counters, (), rows * self.num_kv_heads, 4)
         logits = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), blocks, 4)

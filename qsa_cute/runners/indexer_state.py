@@ -10,8 +10,6 @@ from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import checks
 from qsa_cute.runners.tensors import Binder
 
-_MAX_FLAT_PAGES = checks.INT32_MAX // geometry.PAGE_TOKENS
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QsaIndexerPoolState:
@@ -56,7 +54,7 @@ class QsaIndexerPoolState:
 
     def __post_init__(self) -> None:
         max_pages = checks.integer("max_pages_per_seq", self.max_pages_per_seq, 1)
-        pages = checks.integer("num_pages", self.num_pages, 0, _MAX_FLAT_PAGES // 2)
+        pages = checks.integer("num_pages", self.num_pages, 0, checks.MAX_FLAT_PAGES // 2)
         heads = checks.integer("num_kv_heads", self.num_kv_heads, 1)
         head_size = checks.integer("head_size", self.head_size, 0)
         pool_head = checks.integer("pool_head_dim", self.pool_head_dim, head_size + geometry.INDEX_HEAD_DIM)
@@ -75,8 +73,7 @@ class QsaIndexerPoolState:
             "k_page_table": table,
             "v_page_table": table + 4 * max_pages,
         }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        checks.settle(self, checked)
 
     def element(self, page: int, row: int, head: int, column: int) -> int:
         """Offset of an element from `pool_ptr`, in elements."""

@@ -23,8 +23,6 @@ CLUSTER = "cluster"
 ALGORITHMS = (CLUSTER, SPLIT_KV)
 
 _KERNELS = {SPLIT_KV: "sparse_decode", CLUSTER: "sparse_decode_cluster"}
-_MAX_GRID_YZ = 65535
-_MAX_FLAT_PAGES = checks.INT32_MAX // geometry.PAGE_TOKENS  # the kernels number the pool's tokens in int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +105,13 @@ class SparseDecodeParams:
         checked |= self._strides(checked)
         checked["attention_scale"] = checks.scalar("attention_scale", self.attention_scale)
         checked["stream"] = checks.address("stream", self.stream, 1, required=False)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        checks.settle(self, checked)
         if rows:
             self._check_overlap()
 
     def _sizes(self) -> dict[str, Any]:
         q_heads, kv_heads = checks.heads(self.num_q_heads, self.num_kv_heads)
-        checks.integer("num_kv_heads", kv_heads, 1, _MAX_GRID_YZ)
+        checks.integer("num_kv_heads", kv_heads, 1, checks.MAX_GRID_YZ)
         batch = checks.integer("batch_size", self.batch_size, 0)
         query_len = checks.integer("query_len", self.query_len, 1)
         checks.grid("batch_size x query_len x num_kv_heads", batch * query_len * kv_heads)
@@ -130,10 +127,10 @@ class SparseDecodeParams:
             "group_size": q_heads // kv_heads,
             "head_dim": head_dim,
             "pool_head_dim": pool_head_dim,
-            "num_flat_pages": checks.integer("num_flat_pages", self.num_flat_pages, 0, _MAX_FLAT_PAGES),
+            "num_flat_pages": checks.integer("num_flat_pages", self.num_flat_pages, 0, checks.MAX_FLAT_PAGES),
             "max_pages_per_seq": checks.integer("max_pages_per_seq", self.max_pages_per_seq, 1),
             "top_k": checks.integer("top_k", self.top_k, 1, geometry.MAX_TOP_K),
-            "max_splits": checks.integer("max_splits", self.max_splits, 1, _MAX_GRID_YZ),
+            "max_splits": checks.integer("max_splits", self.max_splits, 1, checks.MAX_GRID_YZ),
             "device": checks.integer("device", self.device, -1),
         }
 
@@ -281,7 +278,7 @@ class SparseDecodeParams:
                 f"{max_context_len}; widen it to {-(-max_context_len // geometry.PAGE_TOKENS)}"
             )
         units = size("batch") * size("query_len") * size("kv_heads")
-        slots = f"{units * checks.integer('max_splits', max_splits, 1, _MAX_GRID_YZ)}"
+        slots = f"{units * checks.integer('max_splits', max_splits, 1, checks.MAX_GRID_YZ)}"
         return cls(
             q_ptr=q_.pointer,
             kv_pool_ptr=pool.pointer,
@@ -375,8 +372,8 @@ class SparseDecodeRunner:
             ArgumentError: a size is out of range.
         """
         rows = checks.integer("batch_size", batch_size, 0) * checks.integer("query_len", query_len, 1)
-        units = rows * checks.integer("num_kv_heads", num_kv_heads, 1, _MAX_GRID_YZ)
-        slots = units * checks.integer("max_splits", max_splits, 1, _MAX_GRID_YZ)
+        units = rows * checks.integer("num_kv_heads", num_kv_heads, 1, checks.MAX_GRID_YZ)
+        slots = units * checks.integer("max_splits", max_splits, 1, checks.MAX_GRID_YZ)
         return Workspace.of(
             ("partial_o", "f32", (slots, geometry.PARTIAL_ROWS, checks.head_dim(head_dim))),
             ("partial_stats", "f32", (slots, 2, geometry.PARTIAL_ROWS)),
@@ -422,13 +419,13 @@ class SparseDecodeRunner:
         stream = params.stream
         alone = params.algorithm is None and params.num_splits == 1  # nothing to merge: two blocks an SM are faster
         if algorithm == CLUSTER and not alone:
-            wanted = dispatch.wanted("sparse_decode_cluster", params.head_dim, dtype)
+            wanted = dispatch.wanted(_KERNELS[CLUSTER], params.head_dim, dtype)
             kernel = loader.peek(wanted, params.device, stream)
             kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
             return
         if algorithm == SPLIT_KV and params.algorithm is None:
             params = params.as_split_kv()
-        wanted = dispatch.wanted("sparse_decode", params.head_dim, dtype, params.max_splits)
+        wanted = dispatch.wanted(_KERNELS[SPLIT_KV], params.head_dim, dtype, params.max_splits)
         kernel = loader.peek(wanted, params.device, stream)
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.

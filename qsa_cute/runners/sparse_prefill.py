@@ -107,8 +107,7 @@ class SparsePrefillParams:
         checked |= self._strides(checked)
         checked["attention_scale"] = checks.scalar("attention_scale", self.attention_scale)
         checked["stream"] = checks.address("stream", self.stream, 1, required=False)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        checks.settle(self, checked)
         object.__setattr__(self, "shares", launches and self._choose())
         if launches:
             self._check_overlap()
