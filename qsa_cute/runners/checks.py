@@ -166,6 +166,15 @@ def heads(num_q_heads: object, num_kv_heads: object) -> tuple[int, int]:
     return q_heads, kv_heads
 
 
+def reach(max_pages: int, longest: int) -> None:
+    """A page table of so many pages a sequence maps contexts of up to `longest` tokens."""
+    if longest > max_pages * geometry.PAGE_TOKENS:
+        raise ArgumentError(
+            f"page_table has {max_pages} pages a sequence, which hold {max_pages * geometry.PAGE_TOKENS} tokens, for "
+            f"contexts of {longest}; widen it to {-(-longest // geometry.PAGE_TOKENS)}"
+        )
+
+
 def head_dim(value: object) -> int:
     """A head dim that is built."""
     number = whole(value)

@@ -145,8 +145,8 @@ class IndexerPrefillParams:
         if longest is None:
             longest = self.pool_state.reach if self.query_starts and self.pool_state is not None else rows
         longest = _context(longest)
-        if self.pool_state is not None and longest > self.pool_state.reach:
-            raise _too_narrow(self.pool_state, longest)
+        if self.pool_state is not None:
+            checks.reach(self.pool_state.max_pages_per_seq, longest)
         scratch = checks.integer("scratch_bytes", self.scratch_bytes, 1, 1 << 48)
         checks.settle(self, {"max_context_len": longest, "scratch_bytes": scratch, "launches": ()})
         if batch * rows:
@@ -281,14 +281,6 @@ def take_rows(
     }
 
 
-def _too_narrow(state: QsaIndexerPoolState, longest: int) -> ArgumentError:
-    needed = -(-longest // geometry.PAGE_TOKENS)
-    return ArgumentError(
-        f"page_table has {state.max_pages_per_seq} pages a sequence, which hold {state.reach} tokens, for contexts of "
-        f"{longest}; widen it to {needed}"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerDecodeParams:
     """One decode step of the indexer: 1 to 8 new tokens a sequence, positions in order.
@@ -336,8 +328,7 @@ class IndexerDecodeParams:
         if not isinstance(self.pool_state, QsaIndexerPoolState):
             raise ArgumentError(f"pool_state is {checks.show(self.pool_state)}; it takes a QsaIndexerPoolState")
         longest = _context(self.pool_state.reach if self.max_context_len is None else self.max_context_len)
-        if longest > self.pool_state.reach:
-            raise _too_narrow(self.pool_state, longest)
+        checks.reach(self.pool_state.max_pages_per_seq, longest)
         checks.settle(self, {"max_context_len": longest, "launches": ()})
         if batch:
             at = take_workspace(self, Workspace.of(*decode_parts(batch, query_len, longest)))

@@ -100,11 +100,9 @@ class QsaIndexerPoolState:
         """
         binder = binder or Binder()
         pool = binder.take("kv_pool", kv_pool, f"flat_pages {geometry.PAGE_TOKENS} kv_heads pool_head_dim", "elem")
-        table = binder.take("page_table", page_table, "batch 2 max_pages", "i32")
+        table = binder.page_table(page_table)
         if binder.size("flat_pages") % 2:
             raise ArgumentError(f"kv_pool has {binder.size('flat_pages')} pages; it takes as many for V as for K")
-        if table.strides[1] != binder.size("max_pages"):
-            raise ArgumentError(f"page_table has strides {table.strides}; V's pages must follow K's: stride 1 of its 2")
         if binder.size("kv_heads") > 1 and pool.strides[2] != binder.size("pool_head_dim"):
             raise ArgumentError(f"kv_pool has strides {pool.strides}; its heads must follow one another")
         return cls(

@@ -264,19 +264,13 @@ class SparseDecodeParams:
         binder = Binder()
         q_ = binder.take("q", q, "batch query_len q_heads head_dim", "elem")
         pool = binder.take("kv_pool", kv_pool, f"flat_pages {geometry.PAGE_TOKENS} kv_heads pool_head_dim", "elem")
-        table = binder.take("page_table", page_table, "batch 2 max_pages", "i32")
+        table = binder.page_table(page_table)
         ids = binder.take("indices", indices, "batch query_len top_k", "i32")
         lengths = binder.take("context_lengths", context_lengths, "batch", "i32", contiguous=True)
         o_ = binder.take("o", o, "batch query_len q_heads head_dim", "elem")
         size = binder.size
-        if table.strides[1] != size("max_pages"):
-            raise ArgumentError(f"page_table has strides {table.strides}; V's pages must follow K's: stride 1 of its 2")
-        reach = size("max_pages") * geometry.PAGE_TOKENS
-        if max_context_len is not None and checks.integer("max_context_len", max_context_len, 0) > reach:
-            raise ArgumentError(
-                f"page_table has {size('max_pages')} pages a sequence, which hold {reach} tokens, for contexts of "
-                f"{max_context_len}; widen it to {-(-max_context_len // geometry.PAGE_TOKENS)}"
-            )
+        if max_context_len is not None:
+            checks.reach(size("max_pages"), checks.integer("max_context_len", max_context_len, 0))
         units = size("batch") * size("query_len") * size("kv_heads")
         slots = f"{units * checks.integer('max_splits', max_splits, 1, checks.MAX_GRID_YZ)}"
         return cls(

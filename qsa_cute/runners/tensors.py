@@ -141,6 +141,17 @@ class Binder:
         """Address of an optional contiguous tensor; 0 for None."""
         return 0 if tensor is None else self.take(name, tensor, dims, element, contiguous=True).pointer
 
+    def page_table(self, tensor: Any) -> TensorView:
+        """Int32 [batch, 2, max_pages], V's pages right after K's.
+
+        Raises:
+            ArgumentError: as `take`, or V's pages lie elsewhere.
+        """
+        found = self.take("page_table", tensor, "batch 2 max_pages", "i32")
+        if found.strides[1] != self.size("max_pages"):
+            raise ArgumentError(f"page_table has strides {found.strides}; V's pages must follow K's: stride 1 of its 2")
+        return found
+
     def _check_type(self, found: TensorView, element: str) -> None:
         allowed = (element,) if element != "elem" else (self.dtype,) if self.dtype else ("bf16", "fp16")
         if found.dtype not in allowed:
