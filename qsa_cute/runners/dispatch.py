@@ -11,11 +11,13 @@ from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import DTYPES, KERNELS, SMS, variants
 
+Baked = tuple[tuple[str, int], ...]  # a variant's constants by name
+
 SM90 = (9, 0)  # the compute capability that sm_90a kernels run on
 
 # (context, device asked for) -> compute capability.
 _capabilities: dict[tuple[int, int], tuple[int, int]] = {}
-_wanted: dict[tuple[str, int, object, int], Wanted] = {}
+_wanted: dict[tuple[str, int, object, Baked], Wanted] = {}
 
 
 def attention_support(
@@ -33,32 +35,36 @@ def attention_support(
     if dim not in geometry.SUPPORTED_HEAD_DIMS:
         dims = ", ".join(map(str, geometry.SUPPORTED_HEAD_DIMS))
         return Support.no(SupportCode.HEAD_DIM, f"head dim {show(head_dim)}; built are {dims}")
+    return target_support(kernel, dim, sm_version, dtype)
+
+
+def target_support(kernel: str, head_dim: int, sm_version: object, dtype: object) -> Support:
+    """Whether `kernel` is built with this head dim for this type and SM. Never raises."""
     sm = build_target(sm_version)
     if sm is None or sm not in KERNELS[kernel].sms:
         return Support.no(SupportCode.SM, f"SM {show(sm_version)}; targets of the build are {', '.join(SMS)}")
     name = dtype_name(dtype)
-    if name not in DTYPES or not variants([sm], kernel, [dim], [name]):
+    if name not in DTYPES or not variants([sm], kernel, [head_dim], [name]):
         return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built are {', '.join(DTYPES)}")
     return Support.yes()
 
 
-def wanted(kernel: str, head_dim: int, dtype: object, max_splits: int = 0) -> Wanted:
+def wanted(kernel: str, head_dim: int, dtype: object, baked: Baked = ()) -> Wanted:
     """The variant to ask the loader for, remembered: one look-up on the launch path.
 
     Args:
-        max_splits: baked constant of the kernels that have one; 0 for the others.
+        baked: constants of the kernels that have several sets; the others are known without.
 
     Raises:
         UnsupportedError: no such type.
     """
     try:
-        return _wanted[kernel, head_dim, dtype, max_splits]
+        return _wanted[kernel, head_dim, dtype, baked]
     except (KeyError, TypeError):  # not asked yet, or not even hashable
         name = dtype_name(dtype)
         if name not in DTYPES:
             raise UnsupportedError(f"no {kernel} for type {show(dtype)}; built are {', '.join(DTYPES)}") from None
-        baked = (("max_splits", max_splits),) if max_splits else ()
-        return _wanted.setdefault((kernel, head_dim, dtype, max_splits), Wanted(kernel, head_dim, name, baked))
+        return _wanted.setdefault((kernel, head_dim, dtype, baked), Wanted(kernel, head_dim, name, baked))
 
 
 def preload(loader: Loader, each: Sequence[Wanted], device: int | None, stream: int | None, strict: bool) -> None:

@@ -36,7 +36,6 @@ from qsa_cute.runners.tensors import Binder, current_stream
 from qsa_cute.runners.workspace import ALIGNMENT, PartSpec, Workspace
 from qsa_cute.runtime import default_loader
 from qsa_cute.support import Support, SupportCode
-from qsa_cute.variants import DTYPES, SMS
 
 SCRATCH_BYTES = 512 << 20  # of logits that a prefill holds at a time
 ROW_STEP = 128  # rows of a chunk: a multiple of this, the largest tile of the scores
@@ -408,13 +407,7 @@ def indexer_support(num_heads: object, head_dim: object, sm_version: object, dty
     if checks.whole(head_dim) != geometry.INDEX_HEAD_DIM:
         reason = f"indexer head dim {checks.show(head_dim)}; the kernels take {geometry.INDEX_HEAD_DIM}"
         return Support.no(SupportCode.HEAD_DIM, reason)
-    if checks.build_target(sm_version) is None:
-        reason = f"SM {checks.show(sm_version)}; targets of the build are {', '.join(SMS)}"
-        return Support.no(SupportCode.SM, reason)
-    if checks.dtype_name(dtype) not in DTYPES:
-        reason = f"type {checks.show(dtype)}; built are {', '.join(DTYPES)}"
-        return Support.no(SupportCode.DTYPE, reason)
-    return Support.yes()
+    return dispatch.target_support(Select.KERNEL, geometry.INDEX_HEAD_DIM, sm_version, dtype)
 
 
 class IndexerPrefillRunner:

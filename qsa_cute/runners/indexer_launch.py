@@ -11,16 +11,14 @@ ArgumentError for a value that no launch could take; `run` raises as `SparsePref
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from qsa_cute import geometry
-from qsa_cute.errors import ArgumentError, UnsupportedError
-from qsa_cute.runners import checks
+from qsa_cute.errors import ArgumentError
+from qsa_cute.runners import checks, dispatch
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
 from qsa_cute.runtime import Wanted, default_loader
-from qsa_cute.variants import DTYPES
 
 Grid = int | tuple[int, int, int]
 
@@ -42,20 +40,9 @@ _POOL_FIELDS = (
 )
 
 
-@functools.cache
-def _known(kernel: str, dtype: object, baked: tuple[tuple[str, int], ...]) -> Wanted:
-    name = checks.dtype_name(dtype)
-    if name not in DTYPES:
-        raise UnsupportedError(f"no {kernel} for type {checks.show(dtype)}; built are {', '.join(DTYPES)}")
-    return Wanted(kernel, geometry.INDEX_HEAD_DIM, name, baked)
-
-
-def wanted(kernel: str, dtype: object, baked: tuple[tuple[str, int], ...] = ()) -> Wanted:
-    """The variant to ask the loader for, remembered. Raises UnsupportedError: no such type."""
-    try:
-        return _known(kernel, dtype, baked)
-    except TypeError:  # not hashable
-        raise UnsupportedError(f"no {kernel} for type {checks.show(dtype)}; built are {', '.join(DTYPES)}") from None
+def wanted(kernel: str, dtype: object, baked: dispatch.Baked = ()) -> Wanted:
+    """The variant to ask the loader for. Raises UnsupportedError: no such type."""
+    return dispatch.wanted(kernel, geometry.INDEX_HEAD_DIM, dtype, baked)
 
 
 def addresses(launch: Any, required: bool, **aligned: int) -> dict[str, int]:
@@ -88,6 +75,13 @@ def batch_of(launch: Any, rows: str = "seq_len") -> dict[str, int]:
     count = checks.integer(rows, getattr(launch, rows), 0)
     checks.grid(f"batch_size x {rows}", batch * count)
     return {"batch_size": batch, rows: count}
+
+
+def chunk_of(launch: Any, total: int) -> tuple[int, int]:
+    """First row and number of rows, of `total`, that a launch works on."""
+    start = checks.integer("row_start", launch.row_start, 0, total)
+    left = total - start
+    return start, checks.integer("num_rows", left if launch.num_rows is None else launch.num_rows, 0, left)
 
 
 def pool_of(state: QsaIndexerPoolState | None) -> dict[str, int]:
@@ -353,9 +347,7 @@ class Expand(Launch):
     def __post_init__(self) -> None:
         checks.settle(self, place(self) | batch_of(self))
         total = self.batch_size * self.seq_len
-        start = checks.integer("row_start", self.row_start, 0, total)
-        left = total - start
-        rows = checks.integer("num_rows", left if self.num_rows is None else self.num_rows, 0, left)
+        start, rows = chunk_of(self, total)
         blocks = checks.integer("num_blocks", self.num_blocks, 0)
         stride = checks.stride("sorted_stride_row", self.sorted_stride_row, blocks, step=1)
         checked = addresses(self, rows > 0, out_idx_ptr=4, context_lengths=4)

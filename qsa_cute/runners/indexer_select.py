@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import checks
-from qsa_cute.runners.dispatch import SM90, capability
+from qsa_cute.runners.dispatch import SM90, Baked, capability
 from qsa_cute.runners.indexer_launch import (
     QUERY_COLUMNS,
     Launch,
     PoolLaunch,
     addresses,
     batch_of,
+    chunk_of,
     place,
     pool_of,
     wanted,
@@ -60,8 +61,6 @@ SELECTION = (
     (ANY, ANY, 256, 16, 1),
 )
 CLUSTER = {"threads": 512, "held": 8}  # the baked constants of the selection by clusters
-
-Baked = tuple[tuple[str, int], ...]
 
 
 def _logits_stride(launch: Any, blocks: int) -> int:
@@ -105,8 +104,7 @@ class Scores(Launch):
     def __post_init__(self) -> None:
         checks.settle(self, place(self) | batch_of(self))
         total = self.batch_size * self.seq_len
-        start = checks.integer("row_start", self.row_start, 0, total)
-        rows = checks.integer("num_rows", total - start if self.num_rows is None else self.num_rows, 0, total - start)
+        start, rows = chunk_of(self, total)
         blocks = checks.integer("num_blocks", self.num_blocks, 0)
         if self.algorithm is not None and self.algorithm not in self.TILES:
             raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes 'wgmma', 'mma' or None")
@@ -247,8 +245,7 @@ class Select(Launch):
     def __post_init__(self) -> None:
         checks.settle(self, place(self) | batch_of(self))
         total = self.batch_size * self.seq_len
-        start = checks.integer("row_start", self.row_start, 0, total)
-        rows = checks.integer("num_rows", total - start if self.num_rows is None else self.num_rows, 0, total - start)
+        start, rows = chunk_of(self, total)
         blocks = checks.integer("num_blocks", self.num_blocks, 0)
         if self.cluster is not None and self.cluster not in (1, 2, 4, 8):
             raise ArgumentError(f"cluster is {checks.show(self.cluster)}; it takes 1, 2, 4, 8 or None")

@@ -391,7 +391,7 @@ class SparseDecodeRunner:
         """
         loader = default_loader()
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
-        each = [dispatch.wanted(_KERNELS[SPLIT_KV], dim, dtype, max_splits) for dim in dims]
+        each = [dispatch.wanted(_KERNELS[SPLIT_KV], dim, dtype, _baked(max_splits)) for dim in dims]
         if _suits(loader, -1 if device is None else device) == CLUSTER:
             each += [dispatch.wanted(_KERNELS[CLUSTER], dim, dtype) for dim in dims]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
@@ -419,7 +419,7 @@ class SparseDecodeRunner:
             return
         if algorithm == SPLIT_KV and params.algorithm is None:
             params = params.as_split_kv()
-        wanted = dispatch.wanted(_KERNELS[SPLIT_KV], params.head_dim, dtype, params.max_splits)
+        wanted = dispatch.wanted(_KERNELS[SPLIT_KV], params.head_dim, dtype, _baked(params.max_splits))
         kernel = loader.peek(wanted, params.device, stream)
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.
@@ -430,6 +430,10 @@ class SparseDecodeRunner:
 def algorithm_for(device: int = -1) -> str:
     """The algorithm that `run` picks on a device (-1: the current context's)."""
     return _suits(default_loader(), device)
+
+
+def _baked(max_splits: int) -> dispatch.Baked:
+    return (("max_splits", max_splits),)
 
 
 def _suits(loader: Loader, device: int) -> str:
