@@ -20,9 +20,6 @@ from qsa_cute.runners.indexer import SCRATCH_BYTES, IndexerDecodeRunner, Indexer
 from qsa_cute.runners.indexer_select import Scores, ScoresDecode, Select
 from qsa_cute.runners.indexer_state import QsaIndexerPoolState
 from qsa_cute.runners.layer import QsaLayer, QsaLayerDecodeParams, QsaLayerPrefillParams
-from qsa_cute.runners.workspace import Workspace
-
-_KINDS = {"f32": torch.float32, "i32": torch.int32}
 
 
 def poisoned(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -32,12 +29,6 @@ def poisoned(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Ten
 
 def current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
-
-
-def part(memory: Tensor, layout: Workspace, name: str) -> Tensor:
-    """One array of a workspace."""
-    found = next(one for one in layout.parts if one.name == name)
-    return memory[found.offset : found.offset + found.size].view(_KINDS[found.dtype]).view(found.shape)
 
 
 def prefill(case: Case, given: made.Prefill, index_kind: str = "blocks", algorithm: str | None = None) -> Work:
@@ -70,7 +61,7 @@ def decode(case: Case, given: made.Decode) -> Work:
     out = poisoned(*given.q.shape, like=given.q)
     layout = SparseDecodeRunner.workspace_size(case.batch, NUM_KV_HEADS, HEAD_DIM)
     memory = torch.empty(layout.size, dtype=torch.uint8, device=given.q.device)
-    workspace = {one.name: part(memory, layout, one.name) for one in layout.parts}
+    workspace = {one.name: layout.tensor(memory, one.name) for one in layout.parts}
     launches = []
     for one in given.sets:
         table = given.page_table[one.sequences].contiguous()
@@ -193,7 +184,7 @@ def layer_prefill(case: Case, given: made.Layer, half: str | None = None) -> Wor
         "indexer": functools.partial(IndexerPrefillRunner.run, case.dtype, params.indexer),
         "attention": functools.partial(SparsePrefillRunner.run, case.dtype, params.attention),
     }[half]
-    lists = part(memory, layout, "indices")
+    lists = layout.tensor(memory, "indices")
 
     def want(_: int) -> Tensor:
         _must_be_full(lists)
@@ -234,7 +225,7 @@ def layer_decode(case: Case, given: made.Layer, half: str | None = None) -> Work
             "attention": functools.partial(SparseDecodeRunner.run, case.dtype, params.attention),
         }[half]
         launches.append(_keeping(run, tables, memory))
-    lists = part(memory, layout, "indices")
+    lists = layout.tensor(memory, "indices")
 
     def want(number: int) -> Tensor:
         _must_be_full(lists)

@@ -31,16 +31,12 @@ from qsa_cute.support import Support
 
 
 def _part(workspace: Any, needed: Workspace, name: str) -> Any:
-    """A part of a torch uint8 workspace, as a tensor of its own type and shape."""
-    import torch
-
-    part = next(part for part in needed.parts if part.name == name)
+    """A part of a torch uint8 workspace, once that is found large enough."""
     if workspace.shape[0] < needed.size:
         raise ArgumentError(
             f"workspace has {workspace.shape[0]} bytes; this call needs {needed.size}, see workspace_size"
         )
-    dtype = {"f32": torch.float32, "i32": torch.int32}[part.dtype]
-    return workspace[part.offset : part.offset + part.size].view(dtype).view(part.shape)
+    return needed.tensor(workspace, name)
 
 
 def _check_pair(indexer: Any, attention: Any, rows: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 ALIGNMENT = 256  # of a workspace and of every part in it: what cudaMalloc gives
 
@@ -48,6 +49,14 @@ class Workspace:
     def addresses(self, base: int) -> dict[str, int]:
         """Parameter's name -> address, for a workspace at `base`."""
         return {part.name: base + part.offset for part in self.parts}
+
+    def tensor(self, memory: Any, name: str) -> Any:
+        """A part of a torch uint8 tensor laid out so, as a tensor of its own type ("f32" or "i32") and shape."""
+        import torch
+
+        part = next(part for part in self.parts if part.name == name)
+        dtype = {"f32": torch.float32, "i32": torch.int32}[part.dtype]
+        return memory[part.offset : part.offset + part.size].view(dtype).view(part.shape)
 
     @staticmethod
     def of(*parts: PartSpec) -> Workspace:
