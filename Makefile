@@ -13,7 +13,7 @@ EVIDENCE := artifacts/evidence/$(SM).json
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -e '.[build,dev]' $(TORCH)
+	$(BIN)/pip install --quiet -e '.[build,bench,dev]' $(TORCH)
 	touch $@
 
 build: $(VENV)/.installed

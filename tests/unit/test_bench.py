@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from bench import report
+from bench import plot, report
 from bench.cases import FAMILIES, Target, entries, parse, registry, select
 from bench.results import Row, append, latest, read
 from bench.run import NO_DEVICE, main
@@ -159,7 +160,6 @@ def test_usage_errors(arguments: list[str]) -> None:
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(main, ["--all"])
     assert result.exit_code == NO_DEVICE
@@ -182,7 +182,6 @@ def test_the_lines_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
     outcome = report.Outcome(parse("decode/ctx65536/b1"), [row("decode/ctx65536/b1", us=6)])
     report.table([outcome])
     assert "short" in capsys.readouterr().out
@@ -192,7 +191,6 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_curves_follow_the_results() -> None:
-    plot = pytest.importorskip("bench.plot")
     lines = plot.curves(
         latest(sample_rows()), lambda case: case.batch if case.family == "decode" else None, lambda found: found.us
     )
@@ -201,9 +199,6 @@ def test_curves_follow_the_results() -> None:
 
 
 def test_plots_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from bench.plot import draw
-
-    assert [path.name for path in draw([row("decode/ctx65536/b1")], tmp_path)] == ["decode.png", "roofline.png"]
-    assert len(draw(sample_rows(), tmp_path)) == 4
+    assert [path.name for path in plot.draw([row("decode/ctx65536/b1")], tmp_path)] == ["decode.png", "roofline.png"]
+    assert len(plot.draw(sample_rows(), tmp_path)) == 4
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
