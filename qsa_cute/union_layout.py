@@ -1,6 +1,7 @@
 """Sizes that `union_prepare`, `union_prefill` and their launchers share; imports nothing of the DSL."""
 
-BLOCK_TOKENS = 4
+from qsa_cute.geometry import BLOCK_TOKENS
+
 PAIRS = 128  # (row, head) pairs of a full tile
 RECORDS = 256  # (row, partial block) records a tile has room for
 FIXED_BYTES = 1024  # of union_prepare's shared memory, before the parts that depend on the launch

@@ -38,8 +38,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
+from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_tile import EMPTY_MAX, PAIRS, UnionTile
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX
+from qsa_cute.kernels.attention.union_tile import PAIRS, UnionTile
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -70,7 +72,6 @@ PARAMS = (
     f32("attention_scale"),
 )
 
-BLOCK_TOKENS = 4
 BOX_COLUMNS = 64  # of a TMA box: the 128-byte swizzle's width
 BOX_BYTES = BLOCK_TOKENS * BOX_COLUMNS * 2
 STAGES = 2  # slots of the K ring, and of V's

@@ -28,6 +28,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute import union_layout
+from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
@@ -66,7 +67,6 @@ THREADS = 256
 WARPS = THREADS // 32
 BLOCKS_PER_SM = 4
 ID_ROWS, LIST_ROWS = 12, 4  # rows whose loads a thread has in flight: a word a row of ids, four of a list
-BLOCK_TOKENS = union_layout.BLOCK_TOKENS
 RECORDS = union_layout.RECORDS
 HALF = 64  # pairs of a warpgroup
 CHUNK_COST = 22  # selected blocks that the row kernel does in the time of one chunk here, as measured on an H200

@@ -14,7 +14,6 @@ from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import ops
 
 PAIRS = union_layout.PAIRS  # M extent of a tile: two warpgroups of 64
-EMPTY_MAX = -1.0e30  # running maximum before any token: finite, so that no inf - inf arises
 RESCALE_THRESHOLD = 8.0  # log2: O is rescaled only when a maximum grew by more; P stays below 2^8
 
 
