@@ -36,6 +36,7 @@ SMEM_OPTIN_KIB: Mapping[str, int] = MappingProxyType(
     }
 )
 SMS = tuple(SMEM_OPTIN_KIB)
+_BUT_SM90 = tuple(sm for sm in SMS if sm != "sm_90a")
 
 # Short tags of the baked constants, in the order they appear in a name.
 TAGS: Mapping[str, str] = MappingProxyType(
@@ -45,6 +46,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "groups": "g",
         "threads": "t",
         "held": "h",
+        "ranks": "c",
         "warps": "w",
         "stages": "st",
         "k_stages": "k",
@@ -150,6 +152,19 @@ def _indexer(
     return Kernel(name, f"qsa_cute.kernels.indexer.{entry}", each, tensor_core)
 
 
+# SM90 selects rows of up to 8192 blocks, and few rows of more, by `select_held`.
+_SELECT = tuple(
+    Tuning({"threads": threads, "held": held}, sms, (geometry.INDEX_HEAD_DIM,))
+    for threads, held, sms in (
+        (256, 8, _BUT_SM90),
+        (256, 16, SMS),
+        (256, 32, SMS),
+        (512, 8, _BUT_SM90),
+        (512, 32, _BUT_SM90),
+        (1024, 8, SMS),
+    )
+)
+
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         kernel.name: kernel
@@ -208,15 +223,17 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 {"rows": 8, "warps": 4, "stages": 2},
                 tensor_core="HMMA",
             ),
+            Kernel("select", "qsa_cute.kernels.indexer.select:Select", _SELECT, tensor_core=""),
             _indexer(
-                "select",
-                "select:Select",
-                {"threads": 256, "held": 8},
-                {"threads": 256, "held": 16},
-                {"threads": 256, "held": 32},
-                {"threads": 512, "held": 8},
-                {"threads": 512, "held": 32},
-                {"threads": 1024, "held": 8},
+                "select_held",
+                "select_held:SelectHeld",
+                {"threads": 256, "held": 8, "ranks": 1, "blocks_per_sm": 5},
+                {"threads": 256, "held": 16, "ranks": 1, "blocks_per_sm": 4},
+                {"threads": 512, "held": 16, "ranks": 1, "blocks_per_sm": 2},
+                {"threads": 512, "held": 32, "ranks": 1, "blocks_per_sm": 1},
+                {"threads": 512, "held": 32, "ranks": 2, "blocks_per_sm": 1},
+                {"threads": 512, "held": 32, "ranks": 4, "blocks_per_sm": 1},
+                sms=("sm_90a",),
             ),
             _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 8}, sms=("sm_90a",)),
         )

@@ -45,22 +45,34 @@ DECODE_BLOCKS = 4096  # thread blocks from which on more shares only cost
 DECODE_LEAST = 16  # shares all the same: lengths differ
 PAGE_BLOCKS = geometry.PAGE_TOKENS // geometry.BLOCK_TOKENS  # blocks that a warp scores at once
 
-# Selection: (rows up to, blocks up to, threads, elements a thread holds, thread blocks that share a row); the first
-# that fits is taken, one with a cluster on SM90 only. A few rows are latency: the row in registers, a wide block. Many
-# are throughput: the fewest threads that hold most of the row, so that several rows share an SM.
+# Selection: (rows up to, blocks up to, kernel, threads, elements a thread holds, thread blocks that share a row); the
+# first that fits is taken. A few rows are latency: the row in registers, a wide block. Many are throughput: the fewest
+# threads that hold most of the row, so that several rows share an SM.
 ANY = checks.INT32_MAX
 SELECTION = (
-    (128, 4096, 512, 8, 1),
-    (128, 16384, 512, 32, 1),
-    (8, ANY, 512, 8, 4),
-    (16, ANY, 512, 8, 2),
-    (128, ANY, 1024, 8, 1),
-    (ANY, 2048, 256, 8, 1),
-    (ANY, 4096, 256, 16, 1),
-    (ANY, 16384, 256, 32, 1),
-    (ANY, ANY, 256, 16, 1),
+    (128, 4096, "select", 512, 8, 1),
+    (128, 16384, "select", 512, 32, 1),
+    (128, ANY, "select", 1024, 8, 1),
+    (ANY, 2048, "select", 256, 8, 1),
+    (ANY, 4096, "select", 256, 16, 1),
+    (ANY, 16384, "select", 256, 32, 1),
+    (ANY, ANY, "select", 256, 16, 1),
 )
-CLUSTER = {"threads": 512, "held": 8}  # the baked constants of the selection by clusters
+# On SM90. `select_held` takes what threads * elements * thread blocks hold, and no more.
+SELECTION_SM90 = (
+    (ANY, 2048, "select_held", 256, 8, 1),
+    (ANY, 4096, "select_held", 256, 16, 1),
+    (ANY, 8192, "select_held", 512, 16, 1),
+    (256, 16384, "select_held", 512, 32, 1),
+    (64, 32768, "select_held", 512, 32, 2),
+    (32, 65536, "select_held", 512, 32, 4),
+    (8, ANY, "select_cluster", 512, 8, 4),
+    (16, ANY, "select_cluster", 512, 8, 2),
+    (128, ANY, "select", 1024, 8, 1),
+    (ANY, 16384, "select", 256, 32, 1),
+    (ANY, ANY, "select", 256, 16, 1),
+)
+ANY_CLUSTER = ("select_cluster", 512, 8)  # of the number of thread blocks that a caller asks for
 
 
 def _logits_stride(launch: Any, blocks: int) -> int:
@@ -275,37 +287,37 @@ class Select(Launch):
         if not self.grid:
             return
         loader, rows = default_loader(), self.num_rows or 0
-        baked, ranks = selection_choice(rows, self.num_blocks, capability(loader, self.device) == SM90, self.cluster)
+        sm90 = capability(loader, self.device) == SM90
+        name, baked, ranks = selection_choice(rows, self.num_blocks, sm90, self.cluster)
+        kernel: Any = loader.peek(wanted(name, dtype, baked), self.device, self.stream)
         if ranks == 1:
-            kernel: Any = loader.peek(wanted(self.KERNEL, dtype, baked), self.device, self.stream)
             kernel.launch(self, rows, self.stream)
         else:
-            kernel = loader.peek(wanted("select_cluster", dtype, baked), self.device, self.stream)
             kernel.launch(self, (rows, ranks, 1), self.stream, (1, ranks, 1))
 
 
 @functools.cache
-def selection_choice(rows: int, blocks: int, clusters: bool, ranks: int | None = None) -> tuple[Baked, int]:
-    """(baked constants, thread blocks that share a row), 1 where there are no clusters.
+def selection_choice(rows: int, blocks: int, sm90: bool, ranks: int | None = None) -> tuple[str, Baked, int]:
+    """(kernel, baked constants, thread blocks that share a row), the last 1 where it is not SM90.
 
     Args:
         ranks: asked for; None leaves it to the table.
     """
     if ranks is not None and ranks > 1 and rows <= checks.INT32_MAX // ranks:
-        return tuple(CLUSTER.items()), ranks
-    for most_rows, most_blocks, threads, held, shared in SELECTION:
-        taken = shared == 1 or (clusters and ranks is None)
-        if taken and rows <= most_rows and blocks <= most_blocks:
-            return (("threads", threads), ("held", held)), shared
+        return *_selection_kernel(*ANY_CLUSTER, ranks), ranks
+    for most_rows, most_blocks, kernel, threads, held, shared in SELECTION_SM90 if sm90 else SELECTION:
+        if rows <= most_rows and blocks <= most_blocks and (ranks is None or shared == 1):
+            return *_selection_kernel(kernel, threads, held, shared), shared
     raise AssertionError("the last entry takes any shape")
 
 
+def _selection_kernel(kernel: str, threads: int, held: int, ranks: int) -> tuple[str, Baked]:
+    baked: Baked = (("threads", threads), ("held", held))
+    return kernel, (*baked, ("ranks", ranks)) if kernel == "select_held" else baked
+
+
 def _selection_kernels(sm90: bool) -> list[tuple[str, Baked]]:
-    alone = dict.fromkeys(
-        (("threads", threads), ("held", held)) for _, _, threads, held, ranks in SELECTION if ranks == 1
-    )
-    found: list[tuple[str, Baked]] = [("select", baked) for baked in alone]
-    return found + [("select_cluster", tuple(CLUSTER.items()))] * sm90
+    return list(dict.fromkeys(_selection_kernel(*entry[2:]) for entry in (SELECTION_SM90 if sm90 else SELECTION)))
 
 
 def prefill_kernels(sm90: bool) -> list[tuple[str, Baked]]:

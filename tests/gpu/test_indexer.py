@@ -420,6 +420,26 @@ def test_selection(cluster, visible):
     assert torch.equal(select(logits, lengths, cluster), reference.expand(ascending, lengths.long() - 1))
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("blocks", [513, 2048, 2049, 4096, 8190, 8192, 16384, 32768, 40001, 65536])
+def test_selection_at_what_is_held(blocks, offset):
+    """Rows as long as what registers hold, aligned or not, seen whole or in part: a cluster may have idle blocks."""
+    generator = seeded(blocks)
+    stored = torch.empty(len(FAMILIES), blocks // 4 * 4 + 4, device=DEVICE)
+    logits = stored[:, offset : offset + blocks]
+    for visible in sorted({513, max(513, blocks // 2 + 1), blocks}):
+        stored.fill_(torch.nan)
+        stored[::2] = torch.inf
+        for row, family in enumerate(FAMILIES.values()):
+            logits[row, :visible] = family(generator, max(visible, 600))[:visible]
+        lengths = torch.full((len(logits),), 4 * visible + 3, dtype=torch.int32, device=DEVICE)
+        best = reference.select(logits, lengths // 4).int()
+        assert torch.equal(select(logits, lengths, expand=False, ranked=True), best)
+        ascending = best.sort(1).values
+        assert torch.equal(select(logits, lengths, expand=False), ascending)
+        assert torch.equal(select(logits, lengths), reference.expand(ascending, lengths.long() - 1))
+
+
 def test_prefill_selection_in_chunks():
     lengths, rows, blocks = (2600, 1301), 2600, 650
     logits = normal(seeded(5), torch.float32, 2 * rows, blocks)

@@ -13,38 +13,76 @@ SIZES = st.integers(1, 2**31 - 1)
 
 
 @pytest.mark.parametrize(
-    ("rows", "blocks", "threads", "held", "ranks"),
+    ("rows", "blocks", "kernel", "threads", "held", "ranks"),
     [
-        (1, 2048, 512, 8, 1),
-        (64, 16384, 512, 32, 1),
-        (1, 65536, 512, 8, 4),
-        (16, 65536, 512, 8, 2),
-        (64, 65536, 1024, 8, 1),
-        (4096, 2048, 256, 8, 1),
-        (4096, 8192, 256, 32, 1),
-        (4096, 32768, 256, 16, 1),
+        (1, 2048, "select_held", 256, 8, 1),
+        (4096, 2048, "select_held", 256, 8, 1),
+        (64, 2049, "select_held", 256, 16, 1),
+        (4096, 8192, "select_held", 512, 16, 1),
+        (256, 16384, "select_held", 512, 32, 1),
+        (64, 32768, "select_held", 512, 32, 2),
+        (1, 65536, "select_held", 512, 32, 4),
+        (32, 65536, "select_held", 512, 32, 4),
+        (8, 131072, "select_cluster", 512, 8, 4),
+        (16, 131072, "select_cluster", 512, 8, 2),
+        (64, 65536, "select", 1024, 8, 1),
+        (65, 32768, "select", 1024, 8, 1),
+        (4096, 16384, "select", 256, 32, 1),
+        (4096, 32768, "select", 256, 16, 1),
     ],
 )
-def test_selection(rows: int, blocks: int, threads: int, held: int, ranks: int) -> None:
-    expected = (("threads", threads), ("held", held)), ranks
-    assert selects.selection_choice(rows, blocks, clusters=True) == expected
+def test_selection_on_sm90(rows: int, blocks: int, kernel: str, threads: int, held: int, ranks: int) -> None:
+    found, baked, shared = selects.selection_choice(rows, blocks, sm90=True)
+    assert (found, shared) == (kernel, ranks)
+    assert baked[:2] == (("threads", threads), ("held", held))
 
 
-@given(rows=SIZES, blocks=SIZES, clusters=st.booleans(), ranks=st.sampled_from([None, 1, 2, 4, 8]))
-def test_every_selection_is_preloaded(rows: int, blocks: int, clusters: bool, ranks: int | None) -> None:
-    if not clusters and ranks is not None and ranks > 1:
+@pytest.mark.parametrize(
+    ("rows", "blocks", "threads", "held"),
+    [
+        (1, 2048, 512, 8),
+        (64, 16384, 512, 32),
+        (8, 65536, 1024, 8),
+        (4096, 2048, 256, 8),
+        (4096, 8192, 256, 32),
+        (4096, 32768, 256, 16),
+    ],
+)
+def test_selection_elsewhere(rows: int, blocks: int, threads: int, held: int) -> None:
+    expected = "select", (("threads", threads), ("held", held)), 1
+    assert selects.selection_choice(rows, blocks, sm90=False) == expected
+
+
+@given(
+    rows=SIZES,
+    blocks=st.one_of(SIZES, st.integers(1, 70000)),
+    sm90=st.booleans(),
+    ranks=st.sampled_from([None, 1, 2, 4, 8]),
+)
+def test_every_selection_is_preloaded(rows: int, blocks: int, sm90: bool, ranks: int | None) -> None:
+    if not sm90 and ranks is not None and ranks > 1:
         return  # an explicit cluster is the caller's word that the device has them
-    baked, shared = selects.selection_choice(rows, blocks, clusters, ranks)
-    kernel = "select" if shared == 1 else "select_cluster"
+    kernel, baked, shared = selects.selection_choice(rows, blocks, sm90, ranks)
     assert rows * shared < 2**31
-    for listed in (selects.prefill_kernels(clusters), selects.decode_kernels(clusters)):
+    for listed in (selects.prefill_kernels(sm90), selects.decode_kernels(sm90)):
         assert (kernel, baked) in listed
+
+
+@given(rows=st.integers(1, 5000), blocks=st.integers(1, 70000))
+def test_what_is_held_fits(rows: int, blocks: int) -> None:
+    """The kernel would not see the rest."""
+    kernel, baked, shared = selects.selection_choice(rows, blocks, sm90=True)
+    if kernel == "select_held":
+        of = dict(baked)
+        assert of["ranks"] == shared
+        assert blocks <= of["threads"] * of["held"] * shared
 
 
 def test_clusters_are_never_taken_without_them() -> None:
     for rows in (1, 8, 16, 64, 4096):
         for blocks in (513, 16384, 65536, 262144):
-            assert selects.selection_choice(rows, blocks, clusters=False)[1] == 1
+            assert selects.selection_choice(rows, blocks, sm90=False)[2] == 1
+            assert selects.selection_choice(rows, blocks, sm90=True, ranks=1)[2] == 1
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,82 @@ def store_u64(addr: Int32, value: Uint64) -> None:
     cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
+def store_u64_at(addr: Int32, value: Uint64, space: str) -> None:
+    cute.arch.inline_ptx(f"st.{space}.b64 [{{$r0}}], {{$r1}};", read_only_args=[addr, value])
+
+
+def add(addr: Int32, value: Int32, space: str) -> None:
+    scope = "cluster" if space == "shared::cluster" else "cta"
+    cute.arch.inline_ptx(f"red.relaxed.{scope}.{space}.add.u32 [{{$r0}}], {{$r1}};", read_only_args=[addr, value])
+
+
+def atomic_min(addr: Int32, value: Uint32, space: str) -> None:
+    scope = "cluster" if space == "shared::cluster" else "cta"
+    cute.arch.inline_ptx(f"red.relaxed.{scope}.{space}.min.u32 [{{$r0}}], {{$r1}};", read_only_args=[addr, value])
+
+
+def load_i32_vector(addr: Int32, n: int, space: str) -> tuple:
+    """2 or 4 neighbours."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(n))
+    return cute.arch.inline_ptx(
+        f"ld.{space}.v{n}.b32 {{{names}}}, [{{$r0}}];", write_only_types=[Int32] * n, read_only_args=[addr]
+    )
+
+
+# A value's bin is the low bits of a float from 2^23 to 2^23 + 2047; NaN, infinities less infinities and what lies
+# below the first bin are in bin 0.
+_PLACE = "fma.rn.f32 t, {$r0}, {$r1}, {$r2}; max.f32 t, t, 0f4B000000; min.f32 t, t, 0f4B0007FF;"
+
+
+def count_place(value: Float32, scale: Float32, bias: Float32, base: Int32, other: Int32, one: Int32) -> None:
+    """Add `one` at base + 4 * (the bin's float's bits); bin 0 goes to `other`, as lanes that skip cost a branch."""
+    cute.arch.inline_ptx(
+        "{ .reg .f32 t; .reg .b32 a; .reg .pred p; " + _PLACE + " setp.gt.f32 p, t, 0f4B000000; mov.b32 a, t; "
+        "shl.b32 a, a, 2; add.s32 a, a, {$r3}; selp.b32 a, a, {$r4}, p; red.relaxed.cta.shared.add.u32 [a], {$r5}; }",
+        read_only_args=[value, scale, bias, base, other, one],
+    )
+
+
+def place_value(place: Int32) -> Float32:
+    """The float of a bin."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a; or.b32 a, {$r0}, 0x4B000000; mov.b32 {$w0}, a; }",
+        write_only_types=[Float32],
+        read_only_args=[place],
+    )
+
+
+def sift(value: Float32, scale: Float32, bias: Float32, edge: Float32, above: Int32, same: Int32, bit: int) -> tuple:
+    """(above, same) with `bit` added to the first if the value's bin is above `edge`, to the second if it is that."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 t; .reg .pred p, q; " + _PLACE + " setp.gt.f32 p, t, {$r3}; setp.eq.f32 q, t, {$r3}; "
+        "mov.b32 {$w0}, {$r4}; mov.b32 {$w1}, {$r5}; "
+        f"@p or.b32 {{$w0}}, {{$w0}}, {bit:#x}; @q or.b32 {{$w1}}, {{$w1}}, {bit:#x}; }}",
+        write_only_types=[Int32, Int32],
+        read_only_args=[value, scale, bias, edge, above, same],
+    )
+
+
+def store_id_if(bits: Int32, bit: int, index: Int32, addr: Int32) -> Int32:
+    """Store `index` if `bits` has the bit. The next address."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 t; .reg .pred p; and.b32 t, {{$r0}}, {bit:#x}; setp.ne.s32 p, t, 0; "
+        "@p st.shared.b32 [{$r1}], {$r2}; mov.b32 {$w0}, {$r1}; @p add.s32 {$w0}, {$w0}, 4; }",
+        write_only_types=[Int32],
+        read_only_args=[bits, addr, index],
+    )
+
+
 def candidate(addr: Int32) -> Uint64:
     """Read a pushed (value, index) as one number that orders as the selection does: key, then lower index first."""
     value, index = cute.arch.inline_ptx(
         "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Int32], read_only_args=[addr]
     )
     return rank_number(value, index)
+
+
+def float_of(bits: Int32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def rank_number(value: Float32, index: Int32) -> Uint64:

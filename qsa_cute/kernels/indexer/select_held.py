@@ -1,0 +1,603 @@
+"""Selection of the 512 best blocks of a row that fits in registers: what `select.py` selects, by a shorter way.
+
+Every logit is read once, by the block or the cluster of blocks that holds the row, warp after warp in ascending
+order. One histogram finds the 512th:
+1. The highest value, and the least of the threads' maxima, span 2048 bins of equal width; what lies below is bin 0
+   and is not counted. The bin is one fused multiply-add, monotonic in the value whatever it is: infinities, NaN
+   or a span of 0 put everything into bin 0.
+2. A scan from the highest bin finds the one with the 512th; the few elements in it are ranked by (value, ~index).
+   More than fit (a bin full of ties, say) are told apart by a radix select over that number, still in registers.
+3. Ids leave in ascending order as they lie: a prefix over chunks, lanes and warps is the place in the list.
+A cluster shares the extremes, reads all its histograms, and exchanges the few and the counts: three barriers.
+
+A row that sees <= 512 blocks selects them all.
+
+Grid: (rows), or (rows, ranks) in clusters of (1, ranks, 1). Rows, outputs and parameters are those of `select.py`.
+
+Baked: threads, elements a thread holds (8, 16 or 32), blocks that share a row, blocks an SM has registers for. The
+caller guarantees num_blocks <= threads * held * ranks. Any alignment of rows. Elements between `visible` and
+num_blocks may be loaded, before the length is known, and are then ignored; past num_blocks nothing is read, nor is
+anything when num_blocks <= 512.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+
+from qsa_cute.geometry import BLOCK_TOKENS, INDEX_WIDTH, TOP_BLOCKS
+from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.indexer import select_ops as so
+from qsa_cute.kernels.indexer.select import BINS, BITS, NONE, Select
+from qsa_cute.kernels.indexer.select import PARAMS as SELECT_PARAMS
+
+PARAMS = SELECT_PARAMS
+
+FEW = 32  # numbers of one bin and block that are ranked directly: one a lane
+CHUNK = 128  # elements that a warp reads at once
+ONE = 0x4B000000  # 2^23: bins are the low bits of floats from here on
+
+
+class SelectHeld(Select):
+    def __init__(self, head_dim: int, dtype: str, threads: int, held: int, blocks_per_sm: int, ranks: int):
+        self.threads, self.held, self.ranks = threads, held, ranks
+        self.space = "shared" if ranks == 1 else "shared::cluster"
+        self.warps = threads // 32
+        self.chunks = held // 4
+        self.segment = 32 * held  # elements of a warp
+        self.hist = 0  # at the end: the numbers to be ranked
+        self.chosen = BINS * 4
+        self.few = self.chosen + TOP_BLOCKS * 4  # [rank][FEW]
+        self.extremes = self.few + ranks * FEW * 8  # [rank][warp] (min, max)
+        self.totals = self.extremes + 8 * ranks * self.warps
+        self.shares = self.totals + 128  # [rank] chosen so far
+        self.words = self.shares + 32  # bin, above, count, few's length, least key, highest key
+        self.unused = self.words + 32  # where what is in bin 0 is counted, a word a lane
+        self.smem_bytes = self.unused + 128
+        self.min_blocks = blocks_per_sm
+
+    @cute.kernel
+    def kernel(
+        self,
+        logits_ptr: cute.Pointer,
+        out_ptr: cute.Pointer,
+        context_lengths: cute.Pointer,
+        query_starts: cute.Pointer,
+        split_counters: cute.Pointer,
+        seq_len: Int32,
+        from_end: Int32,
+        row_start: Int32,
+        num_blocks: Int32,
+        ranked: Int32,
+        expand: Int32,
+        num_kv_heads: Int32,
+        logits_stride_row: Int64,
+        out_stride_row: Int64,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        row, rank, _ = cute.arch.block_idx()
+        smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
+        self.prepare(smem, tid)
+        early.begin()
+        sequence = row_start + row
+        if seq_len > 1:  # the division is worth a branch: everything waits for it
+            sequence = sequence // seq_len
+        length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
+        start = ops.load_global_i32_if(
+            Int32(query_starts.toint() != 0), query_starts.toint() + Int64(sequence) * 4, Int32(0)
+        )
+        token = (row_start + row) - sequence * seq_len
+        reach = num_blocks  # of what may be read before the length is here
+        if num_blocks <= TOP_BLOCKS:  # all are selected, and there need not be any logits
+            reach = Int32(0)
+        if from_end == 0 and query_starts.toint() == 0:
+            reach = cutlass.min(reach, (token + 1) // BLOCK_TOKENS)
+        logits = logits_ptr.toint() + Int64(row) * logits_stride_row * 4
+        origin = (rank * self.warps + tid // 32) * self.segment
+        tV = cute.make_rmem_tensor((self.held,), Float32)
+        self.read(tV, logits, origin, reach, tid)
+
+        if from_end != 0:
+            start = length - seq_len
+        position = start + token
+        seen = Int32(0)
+        if position >= 0 and position < length:
+            seen = position + 1
+        visible = cutlass.min(seen // BLOCK_TOKENS, num_blocks)
+        out = out_ptr.toint() + Int64(row) * out_stride_row * 4
+        counters = split_counters.toint()
+        if counters != 0 and rank == 0:
+            for i in cutlass.range(tid, num_kv_heads, self.threads, unroll=1):
+                ops.store_global_i32(counters + (Int64(row) * num_kv_heads + i) * 4, Int32(0))
+        if visible <= TOP_BLOCKS:
+            self.leave()
+            if rank == 0:
+                for i in cutlass.range(tid, visible, self.threads, unroll=1):
+                    so.store_i32(smem + self.chosen + i * 4, i)
+                cute.arch.sync_threads()
+                self.output(smem, out, visible, seen, expand, tid)
+        else:
+            if origin + self.segment > visible:
+                self.mask(tV, origin + tid % 32 * 4, visible)
+            self.choose(smem, tV, out, origin, visible, seen, rank, ranked, expand, tid)
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    @cute.jit
+    def prepare(self, smem: Int32, tid: Int32):
+        if cutlass.const_expr(self.ranks > 1):
+            cute.arch.cluster_arrive_relaxed()  # shared memory of a peer may be written once it runs
+        for i in cutlass.range_constexpr(BINS // 2 // self.threads):
+            so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+        for i in cutlass.range(tid, self.ranks * FEW, self.threads, unroll=1):
+            so.store_u64(smem + self.few + i * 8, Uint64(0))
+        if tid < 16:
+            so.store_i32(smem + self.shares + tid * 4, Int32(0))
+
+    @cute.jit
+    def read(self, tV: cute.Tensor, logits: Int64, origin: Int32, reach: Int32, tid: Int32):
+        """This thread's elements, four neighbours of each of its warp's chunks; NaN from `reach` on."""
+        off = Int32(logits % 16)  # of a row that is not aligned: it is read one by one
+        first = origin + tid % 32 * 4
+        left = reach - first
+        addr = logits + Int64(first) * 4
+        for i in cutlass.range_constexpr(self.chunks):
+            v = so.load_f32x4_if(Int32(off == 0 and left >= i * CHUNK + 4), addr + i * CHUNK * 4)
+            for e in cutlass.range_constexpr(4):
+                tV[4 * i + e] = v[e]
+        if off != 0 or (origin < reach and reach < origin + self.segment and reach % 4 != 0):
+            for i in cutlass.range_constexpr(self.chunks):
+                rest = Int32(0)
+                if off != 0 or left < i * CHUNK + 4:
+                    rest = left - i * CHUNK
+                for e in cutlass.range_constexpr(4):
+                    tV[4 * i + e] = so.load_f32_if(Int32(rest > e), addr + (i * CHUNK + e) * 4, tV[4 * i + e])
+
+    @cute.jit
+    def mask(self, tV: cute.Tensor, first: Int32, visible: Int32):
+        for i in cutlass.range_constexpr(self.chunks):
+            for e in cutlass.range_constexpr(4):
+                if first + i * CHUNK + e >= visible:
+                    tV[4 * i + e] = Float32(float("nan"))
+
+    # ---- the 512th -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def choose(
+        self,
+        smem: Int32,
+        tV: cute.Tensor,
+        out: Int64,
+        origin: Int32,
+        visible: Int32,
+        seen: Int32,
+        rank: Int32,
+        ranked: Int32,
+        expand: Int32,
+        tid: Int32,
+    ):
+        lane = tid % 32
+        first = origin + lane * 4
+        scale, bias = self.span(smem, tV, visible, rank, tid)
+        base = smem + self.hist - Int32(ONE << 2 & 0xFFFFFFFF)
+        zero = self.zero(smem)
+        for j in cutlass.range_constexpr(self.held):
+            so.count_place(tV[j], scale, bias, base, smem + self.unused + lane * 4, zero + 1)
+        self.sync_all()
+        self.scan(smem, Int32(TOP_BLOCKS), tid)
+        edge = so.place_value(so.load_i32(smem + self.words))
+        need = TOP_BLOCKS - so.load_i32(smem + self.words + 4)
+
+        if cutlass.const_expr(self.held > 16):
+            scale = scale + so.float_of(self.zero(smem))  # or the bins would be kept
+        taken = Int32(0)  # a bit an element: of a higher bin
+        same = Int32(0)  # of the 512th's
+        for j in cutlass.range_constexpr(self.held):
+            taken, same = so.sift(tV[j], scale, bias, edge, taken, same, 1 << j)
+        self.publish(smem, tV, taken, same, first, rank, lane)
+        self.sync_all()
+
+        tN = cute.make_rmem_tensor((self.ranks,), Uint64)
+        tL = cute.make_rmem_tensor((self.ranks,), Int32)
+        most = Int32(0)
+        for r in cutlass.range_constexpr(self.ranks):
+            tN[r] = so.load_u64(smem + self.few + (r * FEW + lane) * 8)
+            tL[r] = cute.arch.popc(cute.arch.vote_ballot_sync(tN[r] != 0))
+            most = cutlass.max(most, tL[r])
+        before = Int32(0)  # chosen by lower ranks
+        if most < FEW:
+            least = self.rank_few(smem, tN, tL, need, lane)
+            for r in cutlass.range_constexpr(self.ranks):
+                if r < rank:
+                    more = cute.arch.popc(cute.arch.vote_ballot_sync(tN[r] != 0 and tN[r] >= least))
+                    before = before + so.load_i32(smem + self.shares + r * 4) + more
+            few = smem + self.few + rank * (FEW * 8)
+            own = so.load_i32(smem + self.words + 12)
+            for k in cutlass.range(own, unroll=1):
+                number = so.load_u64(few + k * 8)
+                past = so.number_index(number) - first
+                if number >= least and past >= 0 and past < self.segment and past % CHUNK < 4:
+                    taken = taken | (Int32(1) << (past // CHUNK * 4 + past % CHUNK))
+        else:
+            least = self.refine(smem, tV, same, need, visible, first, tid)
+            more = Int32(0)
+            zero = self.zero(smem)
+            for j in cutlass.range_constexpr(self.held):
+                number = so.rank_number(tV[j] + so.float_of(zero), first + zero + self.offset(j))
+                if (same & self.bit(j)) != 0 and number >= least:
+                    more = more | self.bit(j)
+            taken = taken | more
+            self.add_share(smem, cute.arch.warp_redux_sync(Int32(cute.arch.popc(more)), "add"), rank, lane)
+            self.sync_all()
+            for r in cutlass.range_constexpr(self.ranks):
+                if r < rank:
+                    before = before + so.load_i32(smem + self.shares + r * 4)
+        if ranked != 0:
+            self.emit_best(smem, tV, out, taken, first, before, seen, rank, expand, tid)
+        else:
+            self.emit(smem, out, taken, first, before, seen, rank, expand, tid)
+
+    def bit(self, j: int) -> Int32:
+        return Int32((1 << j) - (1 << 32 if j == 31 else 0))
+
+    def offset(self, j: int) -> int:
+        return j // 4 * CHUNK + j % 4
+
+    @cute.jit
+    def span(self, smem: Int32, tV: cute.Tensor, visible: Int32, rank: Int32, tid: Int32):
+        """(scale, bias) of the bins: fma(value, scale, bias) is 2^23 + bin."""
+        top = tV[0]
+        for j in cutlass.range_constexpr(1, self.held):
+            top = cute.arch.fmax(top, tV[j])
+        key = so.order_key(top)
+        high = cute.arch.warp_redux_sync(key, "umax")
+        low = cute.arch.warp_redux_sync(key - 1, "umin")  # no value's key, 0, becomes the highest
+        self.share_extremes(smem, low, high, rank, Int32(self.ranks), tid)
+        low = Uint32(NONE)
+        high = Uint32(0)
+        lane = tid % 32
+        for i in cutlass.range_constexpr(0, self.ranks * self.warps, 32):
+            if lane + i < self.ranks * self.warps:
+                low = so.least(low, so.load_u32(smem + self.extremes + (lane + i) * 8))
+                high = so.largest(high, so.load_u32(smem + self.extremes + (lane + i) * 8 + 4))
+        low = cute.arch.warp_redux_sync(low, "umin")
+        high = cute.arch.warp_redux_sync(high, "umax")
+        lowest = so.key_value(low + 1)
+        width = so.key_value(high) - lowest
+        if visible < 192 * self.held:  # too few maxima for their least to be below the 512th
+            lowest = lowest - width
+            width = width + width
+        scale = cute.arch.rcp_approx(width) * Float32(BINS - 1)
+        return scale, Float32(1 << 23) - lowest * scale
+
+    @cute.jit
+    def scan(self, smem: Int32, need: Int32, tid: Int32):
+        """Find, from the highest bin down, the one that holds the need-th count, bin 0 when those above do not. Words
+        0, 1, 2: the bin, the counts above it, its own. The histograms are complete; all threads return after the
+        words are."""
+        per = BINS // self.threads
+        step = min(per, 4)
+        warp = tid // 32
+        lane = tid % 32
+        first = BINS - (tid + 1) * per
+        tC = cute.make_rmem_tensor((per,), Int32)
+        for i in cutlass.range_constexpr(per):
+            tC[i] = Int32(0)
+        for r in cutlass.range_constexpr(self.ranks):
+            hist = self.at_rank(smem + self.hist + first * 4, r)
+            for i in cutlass.range_constexpr(per // step):
+                c = so.load_i32_vector(hist + i * step * 4, step, self.space)
+                for k in cutlass.range_constexpr(step):
+                    tC[i * step + k] = tC[i * step + k] + c[k]
+        mine = Int32(0)
+        for i in cutlass.range_constexpr(per):
+            mine = mine + tC[i]
+        before = self.warp_prefix(mine)
+        if lane == 31:
+            so.store_i32(smem + self.totals + warp * 4, before + mine)
+        cute.arch.sync_threads()
+        other = Int32(0)
+        if lane < warp:
+            other = so.load_i32(smem + self.totals + lane * 4)
+        before = before + cute.arch.warp_redux_sync(other, "add")
+        if before < need and (need <= before + mine or tid == self.threads - 1):
+            place = Int32(0)
+            above = before + mine
+            count = Int32(0)
+            for j in cutlass.range_constexpr(per):
+                i = per - 1 - j
+                if before < need and need <= before + tC[i]:
+                    place = first + i
+                    above = before
+                    count = tC[i]
+                before = before + tC[i]
+            so.store_i32(smem + self.words, place)
+            so.store_i32(smem + self.words + 4, above)
+            so.store_i32(smem + self.words + 8, count)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def publish(self, smem: Int32, tV: cute.Tensor, taken: Int32, same: Int32, first: Int32, rank: Int32, lane: Int32):
+        """Give all ranks this warp's count of chosen elements, and the numbers of the 512th's bin."""
+        self.add_share(smem, cute.arch.warp_redux_sync(Int32(cute.arch.popc(taken)), "add"), rank, lane)
+        rest = same
+        while rest != 0:
+            lowest = rest & -rest
+            number = self.number(tV, lowest, first)
+            slot = so.atomic_add(smem + self.words + 12, Int32(1), "shared")
+            rest = rest & (rest - 1)
+            if slot >= FEW:
+                rest = Int32(0)
+            else:
+                for r in cutlass.range_constexpr(self.ranks):
+                    so.store_u64_at(self.at_rank(smem + self.few + (rank * FEW + slot) * 8, r), number, self.space)
+
+    @cute.jit
+    def number(self, tV: cute.Tensor, single: Int32, first: Int32) -> Uint64:
+        """Of the element whose bit `single` is."""
+        value = tV[0]
+        for j in cutlass.range_constexpr(1, self.held):
+            if single == self.bit(j):
+                value = tV[j]
+        j = 31 - Int32(cute.arch.clz(single))
+        return so.rank_number(value, first + j // 4 * CHUNK + j % 4)
+
+    @cute.jit
+    def add_share(self, smem: Int32, count: Int32, rank: Int32, lane: Int32):
+        if lane == 0:
+            for r in cutlass.range_constexpr(self.ranks):
+                so.add(self.at_rank(smem + self.shares + rank * 4, r), count, self.space)
+
+    @cute.jit
+    def rank_few(self, smem: Int32, tN: cute.Tensor, tL: cute.Tensor, need: Int32, lane: Int32) -> Uint64:
+        """The need-th largest of all ranks' few; every warp finds it by itself."""
+        tA = cute.make_rmem_tensor((self.ranks,), Int32)
+        for r in cutlass.range_constexpr(self.ranks):
+            tA[r] = Int32(1)
+        for q in cutlass.range_constexpr(self.ranks):
+            for k in cutlass.range(tL[q], unroll=1):
+                other = so.load_u64(smem + self.few + (q * FEW + k) * 8)
+                for r in cutlass.range_constexpr(self.ranks):
+                    tA[r] = tA[r] + Int32(other > tN[r])
+        least = Uint64(0)
+        for r in cutlass.range_constexpr(self.ranks):
+            if tN[r] != 0 and tA[r] == need:
+                least = tN[r]
+        high = cute.arch.warp_redux_sync(Uint32(least >> 32), "umax")
+        low = cute.arch.warp_redux_sync(Uint32(least & 0xFFFFFFFF), "umax")
+        return (Uint64(high) << 32) | Uint64(low)
+
+    @cute.jit
+    def refine(
+        self, smem: Int32, tV: cute.Tensor, same: Int32, need: Int32, visible: Int32, first: Int32, tid: Int32
+    ) -> Uint64:
+        """The need-th largest number of the elements with a bit in `same`, by 11 bits at a time."""
+        lane = tid % 32
+        self.clear(smem, tid)
+        if tid == 0:
+            so.store_i32(smem + self.words + 16, Int32(-1))
+            so.store_i32(smem + self.words + 20, Int32(0))
+        self.sync_all()
+        lowest = Uint32(NONE)
+        highest = Uint32(0)
+        zero = self.zero(smem)
+        for j in cutlass.range_constexpr(self.held):
+            if (same & self.bit(j)) != 0:
+                key = so.order_key(tV[j] + so.float_of(zero))
+                lowest = so.least(lowest, key)
+                highest = so.largest(highest, key)
+        lowest = cute.arch.warp_redux_sync(lowest, "umin")
+        highest = cute.arch.warp_redux_sync(highest, "umax")
+        if lane == 0:
+            for r in cutlass.range_constexpr(self.ranks):
+                so.atomic_min(self.at_rank(smem + self.words + 16, r), lowest, self.space)
+                so.atomic_max(self.at_rank(smem + self.words + 20, r), highest, self.space)
+        self.sync_all()
+        low = (Uint64(so.load_u32(smem + self.words + 16)) << 32) | Uint64(Uint32(~visible))
+        high = (Uint64(so.load_u32(smem + self.words + 20)) << 32) | Uint64(NONE)
+        width = cutlass.max(64 - Int32(cute.arch.clz(high - low)) - BITS, Int32(0))
+        limit = Uint64(BINS)  # places of the range that is left
+        done = Int32(0)
+        while done == 0:
+            zero = self.zero(smem)
+            for j in cutlass.range_constexpr(self.held):
+                number = so.rank_number(tV[j] + so.float_of(zero), first + zero + self.offset(j))
+                place = (number - low) >> Uint64(width)
+                if (same & self.bit(j)) != 0 and number >= low and place < limit:
+                    so.count_one(smem + self.hist + Int32(place) * 4, "shared")
+            self.sync_all()
+            self.scan(smem, need, tid)
+            low = low + (Uint64(so.load_u32(smem + self.words)) << Uint64(width))
+            need = need - so.load_i32(smem + self.words + 4)
+            if so.load_i32(smem + self.words + 8) == need or width == 0:
+                done = Int32(1)
+            limit = Uint64(1) << Uint64(cutlass.min(width, Int32(BITS)))
+            width = cutlass.max(width - BITS, Int32(0))
+            self.clear(smem, tid)
+        return low
+
+    @cute.jit
+    def zero(self, smem: Int32) -> Int32:
+        """A zero that the compiler does not know: what is made with it is not kept in registers for later."""
+        return so.load_i32(smem + self.words + 28)
+
+    @cute.jit
+    def clear(self, smem: Int32, tid: Int32):
+        """Zero the histogram after all have read it; complete when this returns."""
+        self.sync_all()
+        for i in cutlass.range_constexpr(BINS // 2 // self.threads):
+            so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+        cute.arch.sync_threads()
+
+    # ---- the chosen ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def lay_out(self, smem: Int32, taken: Int32, tS: cute.Tensor, tid: Int32) -> Int32:
+        """Into tS, how many of this block's chosen elements come before this thread's of each chunk; their number."""
+        lane = tid % 32
+        warp = tid // 32
+        pairs = taken - ((taken >> 1) & 0x55555555)
+        pairs = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+        words = 2 if self.chunks > 4 else 1
+        tP = cute.make_rmem_tensor((words,), Int32)  # counts of chunks, a byte each
+        if cutlass.const_expr(words == 2):
+            tP[0] = pairs & 0x0F0F0F0F
+            tP[1] = (pairs >> 4) & 0x0F0F0F0F
+        else:
+            tP[0] = (pairs & 0x0F0F) | (((pairs >> 4) & 0x0F0F) << 16)
+        total = cute.arch.warp_redux_sync(Int32(cute.arch.popc(taken)), "add")
+        if lane == 0:
+            so.store_i32(smem + self.totals + warp * 4, total)
+        tI = cute.make_rmem_tensor((words,), Int32)
+        for w in cutlass.range_constexpr(words):
+            tI[w] = tP[w]
+        for d in cutlass.range_constexpr(5):
+            for w in cutlass.range_constexpr(words):
+                other = cute.arch.shuffle_sync_up(tI[w], offset=1 << d)
+                tI[w] = tI[w] + (other if lane >= (1 << d) else Int32(0))
+        tT = cute.make_rmem_tensor((words,), Int32)
+        for w in cutlass.range_constexpr(words):
+            tT[w] = cute.arch.shuffle_sync(tI[w], offset=31)
+        cute.arch.sync_threads()
+        other = Int32(0)
+        if lane < self.warps:
+            other = so.load_i32(smem + self.totals + lane * 4)
+        start = cute.arch.warp_redux_sync(other if lane < warp else Int32(0), "add")
+        for c in cutlass.range_constexpr(self.chunks):
+            w = c % 2 if words == 2 else 0
+            byte = c // 2 if words == 2 else c % 2 * 2 + c // 2
+            tS[c] = start + (((tI[w] - tP[w]) >> (8 * byte)) & 0xFF)
+            start = start + ((tT[w] >> (8 * byte)) & 0xFF)
+        return cute.arch.warp_redux_sync(other, "add")
+
+    @cute.jit
+    def emit(
+        self,
+        smem: Int32,
+        out: Int64,
+        taken: Int32,
+        first: Int32,
+        before: Int32,
+        seen: Int32,
+        rank: Int32,
+        expand: Int32,
+        tid: Int32,
+    ):
+        """Ids of the chosen, ascending."""
+        tS = cute.make_rmem_tensor((self.chunks,), Int32)
+        count = self.lay_out(smem, taken, tS, tid)
+        for c in cutlass.range_constexpr(self.chunks):
+            at = smem + self.chosen + tS[c] * 4
+            for e in cutlass.range_constexpr(4):
+                at = so.store_id_if(taken, 1 << (4 * c + e), first + c * CHUNK + e, at)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.ranks == 1):
+            self.output_all(smem, out, seen, expand, tid)
+        else:
+            self.output_part(smem, out, before, count, seen, rank, expand, tid)
+
+    @cute.jit
+    def emit_best(
+        self,
+        smem: Int32,
+        tV: cute.Tensor,
+        out: Int64,
+        taken: Int32,
+        first: Int32,
+        before: Int32,
+        seen: Int32,
+        rank: Int32,
+        expand: Int32,
+        tid: Int32,
+    ):
+        """Ids of the chosen, best first: all numbers go to rank 0, which ranks them."""
+        tS = cute.make_rmem_tensor((self.chunks,), Int32)
+        self.lay_out(smem, taken, tS, tid)
+        best = self.at_rank(smem + self.hist, 0)
+        for c in cutlass.range_constexpr(self.chunks):
+            at = before + tS[c]
+            for e in cutlass.range_constexpr(4):
+                if (taken & self.bit(4 * c + e)) != 0:
+                    number = so.rank_number(tV[4 * c + e], first + c * CHUNK + e)
+                    so.store_u64_at(best + at * 8, number, self.space)
+                    at = at + 1
+        self.sync_all()
+        if rank == 0:
+            for i in cutlass.range(tid, TOP_BLOCKS, self.threads, unroll=1):
+                number = so.load_u64(smem + self.hist + i * 8)
+                above = Int32(0)
+                for j in cutlass.range(TOP_BLOCKS, unroll=8):
+                    above = above + Int32(so.load_u64(smem + self.hist + j * 8) > number)
+                so.store_i32(smem + self.chosen + above * 4, so.number_index(number))
+            cute.arch.sync_threads()
+            self.output_all(smem, out, seen, expand, tid)
+
+    @cute.jit
+    def output_all(self, smem: Int32, out: Int64, seen: Int32, expand: Int32, tid: Int32):
+        if expand == 0:
+            for k in cutlass.range_constexpr((TOP_BLOCKS + self.threads - 1) // self.threads):
+                i = tid + k * self.threads
+                if i < TOP_BLOCKS:
+                    ops.store_global_i32(out + Int64(i) * 4, so.load_i32(smem + self.chosen + i * 4))
+        else:
+            chosen = smem + self.chosen + tid // BLOCK_TOKENS * 4
+            at = out + Int64(tid) * 4
+            for k in cutlass.range_constexpr(TOP_BLOCKS * BLOCK_TOKENS // self.threads):
+                block = so.load_i32(chosen + k * self.threads // BLOCK_TOKENS * 4)
+                ops.store_global_i32(at + k * self.threads * 4, block * BLOCK_TOKENS + tid % BLOCK_TOKENS)
+            self.output_tail(out, seen, tid)
+
+    @cute.jit
+    def output_tail(self, out: Int64, seen: Int32, tid: Int32):
+        if tid < INDEX_WIDTH - TOP_BLOCKS * BLOCK_TOKENS:
+            tail = seen % BLOCK_TOKENS
+            token = seen - tail + tid
+            if tid >= tail:
+                token = Int32(-1)
+            ops.store_global_i32(out + Int64(TOP_BLOCKS * BLOCK_TOKENS + tid) * 4, token)
+
+    @cute.jit
+    def output_part(
+        self, smem: Int32, out: Int64, before: Int32, count: Int32, seen: Int32, rank: Int32, expand: Int32, tid: Int32
+    ):
+        """This block's chosen, `before` of them being other blocks'."""
+        if expand == 0:
+            for i in cutlass.range(tid, count, self.threads, unroll=1):
+                ops.store_global_i32(out + Int64(before + i) * 4, so.load_i32(smem + self.chosen + i * 4))
+        else:
+            for i in cutlass.range(tid, count * BLOCK_TOKENS, self.threads, unroll=1):
+                token = so.load_i32(smem + self.chosen + (i // BLOCK_TOKENS) * 4) * BLOCK_TOKENS + i % BLOCK_TOKENS
+                ops.store_global_i32(out + Int64(before * BLOCK_TOKENS + i) * 4, token)
+            if rank == 0:
+                self.output_tail(out, seen, tid)
+
+    # ---- one block, or a cluster ---------------------------------------------------------------------
+
+    @cute.jit
+    def at_rank(self, addr: Int32, rank: cutlass.Constexpr[int]) -> Int32:
+        if cutlass.const_expr(self.ranks > 1):
+            addr = so.map_cluster(addr, Int32(rank))
+        return addr
+
+    @cute.jit
+    def sync_all(self):
+        if cutlass.const_expr(self.ranks > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def leave(self):
+        if cutlass.const_expr(self.ranks > 1):
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def share_extremes(self, smem: Int32, low: Uint32, high: Uint32, rank: Int32, ranks: Int32, tid: Int32):
+        at = smem + self.extremes + (rank * self.warps + tid // 32) * 8
+        if cutlass.const_expr(self.ranks > 1):
+            cute.arch.cluster_wait()
+            if tid % 32 < ranks:
+                so.store_u32x2(so.map_cluster(at, tid % 32), low, high, self.space)
+        elif tid % 32 == 0:
+            so.store_u32x2(at, low, high, "shared")
+        self.sync_all()
