@@ -69,8 +69,6 @@ BLOCKS_PER_SM = 4
 ID_ROWS, LIST_ROWS = 12, 4  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 RECORDS = union_layout.RECORDS
 HALF = 64  # pairs of a warpgroup
-CHUNK_COST = 22  # selected blocks that the row kernel does in the time of one chunk here, as measured on an H200
-FREE_CHUNKS = 4  # so short a union is not worth the row path
 
 # Shared memory: the fixed part, in bytes.
 MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
@@ -266,7 +264,7 @@ class UnionPrepare:
             c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
             found = found + bits
-        before0, total0, before1, total1, selected, twice = self.scan(smem, c0, c1, found, added - found, tid)
+        before0, total0, before1, total1, twice = self.scan(smem, c0, c1, added - found, tid)
         only_a_blocks = total0 >> 16
         only_b_blocks = total1 & 0xFFFF
         partial_blocks = total1 >> 16
@@ -276,13 +274,7 @@ class UnionPrepare:
         ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
         num_records = ops.load_shared_i32(smem + NUM_RECORDS)
         chunks = ns + 2 * pairs
-        fits = (
-            (twice == 0)
-            & (num_records <= RECORDS)
-            & (partial_blocks <= self.blocks)
-            & (chunks <= max_chunks)
-            & ((chunks - FREE_CHUNKS) * CHUNK_COST <= selected)
-        )
+        fits = (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (chunks <= max_chunks)
         if fits:
             if tid < ns * self.blocks - shared_blocks:
                 ops.store_shared_i32(places + (shared_blocks + tid) * 4, Int32(-1))
@@ -497,8 +489,8 @@ class UnionPrepare:
         return a & b & ~part, a & ~b & ~part, b & ~a & ~part, part, bits
 
     @cute.jit
-    def scan(self, smem: Int32, c0: Int32, c1: Int32, found: Int32, twice: Int32, tid: Int32):
-        """Sums before this thread and over the block of c0 and c1, and the block's sums of `found` and `twice`."""
+    def scan(self, smem: Int32, c0: Int32, c1: Int32, twice: Int32, tid: Int32):
+        """Sums before this thread and over the block of c0 and c1, and the block's sum of `twice`."""
         lane = tid % 32
         warp = tid // 32
         s0 = c0
@@ -509,29 +501,26 @@ class UnionPrepare:
             if lane >= 1 << k:
                 s0 = s0 + y0
                 s1 = s1 + y1
-        warp_found = cute.arch.warp_redux_sync(found, "add")
         warp_twice = cute.arch.warp_redux_sync(twice, "add")
         if lane == 31:
             ops.store_shared_i32x2(smem + SCAN + warp * 16, s0, s1)
-            ops.store_shared_i32x2(smem + SCAN + warp * 16 + 8, warp_found, warp_twice)
+            ops.store_shared_i32x2(smem + SCAN + warp * 16 + 8, warp_twice, Int32(0))
         cute.arch.sync_threads()
         before0 = s0 - c0
         before1 = s1 - c1
         total0 = Int32(0)
         total1 = Int32(0)
-        found = Int32(0)
         twice = Int32(0)
         for k in cutlass.range_constexpr(WARPS):
             x0 = ops.load_shared_i32(smem + SCAN + k * 16)
             x1 = ops.load_shared_i32(smem + SCAN + k * 16 + 4)
-            found = found + ops.load_shared_i32(smem + SCAN + k * 16 + 8)
-            twice = twice + ops.load_shared_i32(smem + SCAN + k * 16 + 12)
+            twice = twice + ops.load_shared_i32(smem + SCAN + k * 16 + 8)
             if k < warp:
                 before0 = before0 + x0
                 before1 = before1 + x1
             total0 = total0 + x0
             total1 = total1 + x1
-        return before0, total0, before1, total1, found, twice
+        return before0, total0, before1, total1, twice
 
     @cute.jit
     def assign(
