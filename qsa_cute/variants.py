@@ -17,7 +17,8 @@ from qsa_cute.errors import UnsupportedError
 
 T = TypeVar("T")
 
-DTYPES = ("bf16", "fp16")
+HALF_DTYPES = ("bf16", "fp16")
+DTYPES = (*HALF_DTYPES, "fp8_e4m3")
 
 # Targets of the build, and the shared memory one block may opt in to (CUDA C++ programming guide, table
 # "technical specifications per compute capability"; KiB).
@@ -69,7 +70,7 @@ class Tuning:
     baked: Mapping[str, int]
     sms: tuple[str, ...] = SMS
     head_dims: tuple[int, ...] = geometry.SUPPORTED_HEAD_DIMS
-    dtypes: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = HALF_DTYPES
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ class Kernel:
     @property
     def sms(self) -> tuple[str, ...]:
         return tuple(sm for sm in SMS if any(sm in tuning.sms for tuning in self.tuning))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(dtype for dtype in DTYPES if any(dtype in tuning.dtypes for tuning in self.tuning))
 
 
 @dataclass(frozen=True, order=True)

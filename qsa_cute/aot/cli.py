@@ -41,7 +41,7 @@ def _filters(command: F) -> F:
             click.option("--gpu-arch", "sms", multiple=True, metavar="SM", help="Target, repeatable; or 'all'."),
             click.option("--kernels", default="*", metavar="GLOB", help="Kernel names, e.g. 'sparse_*'."),
             click.option("--head-dim", "head_dims", multiple=True, type=int, help="Repeatable; default all."),
-            click.option("--dtype", "dtypes", multiple=True, help="bf16 or fp16, repeatable; default all."),
+            click.option("--dtype", "dtypes", multiple=True, help="bf16, fp16 or fp8_e4m3, repeatable; default all."),
             click.option("--max-splits", type=click.IntRange(1, 256), help="Bake this split count instead."),
         )
     ):

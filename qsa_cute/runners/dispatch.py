@@ -9,7 +9,7 @@ from qsa_cute.errors import UnsupportedError
 from qsa_cute.runners.checks import build_target, dtype_name, show, whole
 from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.support import Support, SupportCode
-from qsa_cute.variants import DTYPES, KERNELS, SMS, variants
+from qsa_cute.variants import KERNELS, SMS, variants
 
 Baked = tuple[tuple[str, int], ...]  # a variant's constants by name
 
@@ -44,8 +44,9 @@ def target_support(kernel: str, head_dim: int, sm_version: object, dtype: object
     if sm is None or sm not in KERNELS[kernel].sms:
         return Support.no(SupportCode.SM, f"SM {show(sm_version)}; targets of the build are {', '.join(SMS)}")
     name = dtype_name(dtype)
-    if name not in DTYPES or not variants([sm], kernel, [head_dim], [name]):
-        return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built are {', '.join(DTYPES)}")
+    dtypes = KERNELS[kernel].dtypes
+    if name not in dtypes or not variants([sm], kernel, [head_dim], [name]):
+        return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built are {', '.join(dtypes)}")
     return Support.yes()
 
 
@@ -62,8 +63,9 @@ def wanted(kernel: str, head_dim: int, dtype: object, baked: Baked = ()) -> Want
         return _wanted[kernel, head_dim, dtype, baked]
     except (KeyError, TypeError):  # not asked yet, or not even hashable
         name = dtype_name(dtype)
-        if name not in DTYPES:
-            raise UnsupportedError(f"no {kernel} for type {show(dtype)}; built are {', '.join(DTYPES)}") from None
+        dtypes = KERNELS[kernel].dtypes
+        if name not in dtypes:
+            raise UnsupportedError(f"no {kernel} for type {show(dtype)}; built are {', '.join(dtypes)}") from None
         return _wanted.setdefault((kernel, head_dim, dtype, baked), Wanted(kernel, head_dim, name, baked))
 
 

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
     Attributes:
         kernel: the registry's kernel name, such as "sparse_decode".
         head_dim: 256 or 128.
-        dtype: "bf16" or "fp16".
+        dtype: "bf16", "fp16" or "fp8_e4m3".
         baked: baked constants that must match, as sorted pairs; empty takes whatever was built.
     """
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qsa_cute import geometry, variants
 from qsa_cute.errors import UnsupportedError
-from qsa_cute.variants import DTYPES, KERNELS, SMS, TAGS, Variant
+from qsa_cute.variants import DTYPES, HALF_DTYPES, KERNELS, SMS, TAGS, Variant
 
 EVERY = variants.variants()
 
@@ -71,7 +71,7 @@ def test_the_code_of_every_kernel_exists(kernel: variants.Kernel) -> None:
 
 @pytest.mark.parametrize("sm", SMS)
 @pytest.mark.parametrize("head_dim", geometry.SUPPORTED_HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_every_sm_has_prefill_and_decode(sm: str, head_dim: int, dtype: str) -> None:
     kernels = {variant.kernel for variant in variants.variants([sm], "*", [head_dim], [dtype])}
     assert {"sparse_prefill", "sparse_decode"} <= kernels
