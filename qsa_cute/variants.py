@@ -163,7 +163,7 @@ _SELECT = tuple(
     for threads, held, sms in (
         (256, 8, _BUT_SM90),
         (256, 16, SMS),
-        (256, 32, SMS),
+        (256, 32, _BUT_SM90),
         (512, 8, _BUT_SM90),
         (512, 32, _BUT_SM90),
         (1024, 8, SMS),
@@ -233,7 +233,8 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 "select_held",
                 "select_held:SelectHeld",
                 {"threads": 256, "held": 8, "ranks": 1, "blocks_per_sm": 5},
-                {"threads": 256, "held": 16, "ranks": 1, "blocks_per_sm": 4},
+                {"threads": 256, "held": 16, "ranks": 1, "blocks_per_sm": 5},
+                {"threads": 256, "held": 32, "ranks": 1, "blocks_per_sm": 3},
                 {"threads": 512, "held": 16, "ranks": 1, "blocks_per_sm": 2},
                 {"threads": 512, "held": 32, "ranks": 1, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 2, "blocks_per_sm": 1},

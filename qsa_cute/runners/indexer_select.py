@@ -62,14 +62,14 @@ SELECTION = (
 SELECTION_SM90 = (
     (ANY, 2048, "select_held", 256, 8, 1),
     (ANY, 4096, "select_held", 256, 16, 1),
-    (ANY, 8192, "select_held", 512, 16, 1),
+    (128, 8192, "select_held", 512, 16, 1),
+    (ANY, 8192, "select_held", 256, 32, 1),
     (256, 16384, "select_held", 512, 32, 1),
     (64, 32768, "select_held", 512, 32, 2),
     (32, 65536, "select_held", 512, 32, 4),
     (8, ANY, "select_cluster", 512, 8, 4),
     (16, ANY, "select_cluster", 512, 8, 2),
     (128, ANY, "select", 1024, 8, 1),
-    (ANY, 16384, "select", 256, 32, 1),
     (ANY, ANY, "select", 256, 16, 1),
 )
 ANY_CLUSTER = ("select_cluster", 512, 8)  # of the number of thread blocks that a caller asks for

@@ -118,7 +118,7 @@ class SelectHeld(Select):
         else:
             if origin + self.segment > visible:
                 self.mask(tV, origin + tid % 32 * 4, visible)
-            self.choose(smem, tV, out, origin, visible, seen, rank, ranked, expand, tid)
+            self.choose(smem, tV, logits, out, origin, visible, seen, rank, ranked, expand, tid)
 
     # ---- reading -------------------------------------------------------------------------------------
 
@@ -166,6 +166,7 @@ class SelectHeld(Select):
         self,
         smem: Int32,
         tV: cute.Tensor,
+        logits: Int64,
         out: Int64,
         origin: Int32,
         visible: Int32,
@@ -218,13 +219,14 @@ class SelectHeld(Select):
                 if number >= least and past >= 0 and past < self.segment and past % CHUNK < 4:
                     taken = taken | (Int32(1) << (past // CHUNK * 4 + past % CHUNK))
         else:
-            least = self.refine(smem, tV, same, need, visible, first, tid)
+            least = self.refine(smem, logits, same, need, visible, first, tid)
             more = Int32(0)
-            zero = self.zero(smem)
-            for j in cutlass.range_constexpr(self.held):
-                number = so.rank_number(tV[j] + so.float_of(zero), first + zero + self.offset(j))
-                if (same & self.bit(j)) != 0 and number >= least:
-                    more = more | self.bit(j)
+            rest = same
+            while rest != 0:
+                lowest = rest & -rest
+                if self.reread(logits, lowest, first, visible) >= least:
+                    more = more | lowest
+                rest = rest & (rest - 1)
             taken = taken | more
             self.add_share(smem, cute.arch.warp_redux_sync(Int32(cute.arch.popc(more)), "add"), rank, lane)
             self.sync_all()
@@ -232,15 +234,12 @@ class SelectHeld(Select):
                 if r < rank:
                     before = before + so.load_i32(smem + self.shares + r * 4)
         if ranked != 0:
-            self.emit_best(smem, tV, out, taken, first, before, seen, rank, expand, tid)
+            self.emit_best(smem, logits, out, taken, first, before, visible, seen, rank, expand, tid)
         else:
             self.emit(smem, out, taken, first, before, seen, rank, expand, tid)
 
     def bit(self, j: int) -> Int32:
         return Int32((1 << j) - (1 << 32 if j == 31 else 0))
-
-    def offset(self, j: int) -> int:
-        return j // 4 * CHUNK + j % 4
 
     @cute.jit
     def span(self, smem: Int32, tV: cute.Tensor, visible: Int32, rank: Int32, tid: Int32):
@@ -368,9 +367,10 @@ class SelectHeld(Select):
 
     @cute.jit
     def refine(
-        self, smem: Int32, tV: cute.Tensor, same: Int32, need: Int32, visible: Int32, first: Int32, tid: Int32
+        self, smem: Int32, logits: Int64, same: Int32, need: Int32, visible: Int32, first: Int32, tid: Int32
     ) -> Uint64:
-        """The need-th largest number of the elements with a bit in `same`, by 11 bits at a time."""
+        """The need-th largest number of the elements with a bit in `same`, by 11 bits at a time. They are read again:
+        kept in registers on this rare way, they would cost the others a block an SM."""
         lane = tid % 32
         self.clear(smem, tid)
         if tid == 0:
@@ -379,12 +379,12 @@ class SelectHeld(Select):
         self.sync_all()
         lowest = Uint32(NONE)
         highest = Uint32(0)
-        zero = self.zero(smem)
-        for j in cutlass.range_constexpr(self.held):
-            if (same & self.bit(j)) != 0:
-                key = so.order_key(tV[j] + so.float_of(zero))
-                lowest = so.least(lowest, key)
-                highest = so.largest(highest, key)
+        rest = same
+        while rest != 0:
+            key = Uint32(self.reread(logits, rest & -rest, first, visible) >> 32)
+            lowest = so.least(lowest, key)
+            highest = so.largest(highest, key)
+            rest = rest & (rest - 1)
         lowest = cute.arch.warp_redux_sync(lowest, "umin")
         highest = cute.arch.warp_redux_sync(highest, "umax")
         if lane == 0:
@@ -398,12 +398,13 @@ class SelectHeld(Select):
         limit = Uint64(BINS)  # places of the range that is left
         done = Int32(0)
         while done == 0:
-            zero = self.zero(smem)
-            for j in cutlass.range_constexpr(self.held):
-                number = so.rank_number(tV[j] + so.float_of(zero), first + zero + self.offset(j))
+            rest = same
+            while rest != 0:
+                number = self.reread(logits, rest & -rest, first, visible)
                 place = (number - low) >> Uint64(width)
-                if (same & self.bit(j)) != 0 and number >= low and place < limit:
+                if number >= low and place < limit:
                     so.count_one(smem + self.hist + Int32(place) * 4, "shared")
+                rest = rest & (rest - 1)
             self.sync_all()
             self.scan(smem, need, tid)
             low = low + (Uint64(so.load_u32(smem + self.words)) << Uint64(width))
@@ -414,6 +415,14 @@ class SelectHeld(Select):
             width = cutlass.max(width - BITS, Int32(0))
             self.clear(smem, tid)
         return low
+
+    @cute.jit
+    def reread(self, logits: Int64, single: Int32, first: Int32, visible: Int32) -> Uint64:
+        """The number of the element whose bit `single` is, from memory."""
+        j = 31 - Int32(cute.arch.clz(single))
+        index = first + j // 4 * CHUNK + j % 4
+        value = so.load_f32_if(Int32(index < visible), logits + Int64(index) * 4, Float32(float("nan")))
+        return so.rank_number(value, index)
 
     @cute.jit
     def zero(self, smem: Int32) -> Int32:
@@ -499,11 +508,12 @@ class SelectHeld(Select):
     def emit_best(
         self,
         smem: Int32,
-        tV: cute.Tensor,
+        logits: Int64,
         out: Int64,
         taken: Int32,
         first: Int32,
         before: Int32,
+        visible: Int32,
         seen: Int32,
         rank: Int32,
         expand: Int32,
@@ -517,7 +527,7 @@ class SelectHeld(Select):
             at = before + tS[c]
             for e in cutlass.range_constexpr(4):
                 if (taken & self.bit(4 * c + e)) != 0:
-                    number = so.rank_number(tV[4 * c + e], first + c * CHUNK + e)
+                    number = self.reread(logits, self.bit(4 * c + e), first, visible)
                     so.store_u64_at(best + at * 8, number, self.space)
                     at = at + 1
         self.sync_all()
