@@ -5,6 +5,9 @@ from __future__ import annotations
 TILE = 64  # list entries that a block takes at a time: 8 warps of 8
 SM_COUNT = 132  # of an H200
 MAX_CLUSTER = 16  # the largest cluster of SM90
+# Entries that a tile beyond the shares may have in the largest cluster: B = 1 takes 7.0 us in 16 blocks, one of which has
+# three more entries, and 7.8 in 11 blocks of three whole tiles. In 8 blocks against 7 it does not pay (11.4, 11.1).
+SHORT_TILE = 8
 
 # Clusters of 1, 2, ... 16 blocks, one block an SM, that run at once on an H200, as cuOccupancyMaxActiveClusters
 # counts them there: a cluster lies within a GPC. One more makes a second wave, which costs more than wider sharing
@@ -18,7 +21,7 @@ def of_cluster(units: int, top_k: int) -> int:
     As many as one wave allows, then fewer while no block gets more tiles: 1..16.
     """
     fits = max((blocks for blocks, most in enumerate(CLUSTERS_AT_ONCE, 1) if units <= most), default=1)
-    return _fewest(fits, top_k)
+    return _fewest(fits, max(1, top_k - SHORT_TILE) if fits == MAX_CLUSTER else top_k)
 
 
 def of_workspace(units: int, top_k: int, most: int) -> int:

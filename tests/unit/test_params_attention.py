@@ -51,7 +51,7 @@ class TestDerived:
     @pytest.mark.parametrize(
         ("batch", "algorithm", "splits"),
         [
-            (1, None, 11),
+            (1, None, 16),
             (1, "split_kv", 7),
             (4, None, 9),
             (8, "cluster", 6),
