@@ -355,7 +355,13 @@ class IndexerDecodeParams:
             return prepare, select
         state, queries = self.pool_state, at["q_normed"]
         scores = ScoresDecode(
-            q_normed_ptr=queries, max_blocks=blocks, query_len=self.query_len, pool_state=state, **logits, **common
+            q_normed_ptr=queries,
+            max_blocks=blocks,
+            query_len=self.query_len,
+            follows_prepare=True,
+            pool_state=state,
+            **logits,
+            **common,
         )
         return prepare, scores, select
 

@@ -170,7 +170,12 @@ def score_grid(rows_a_tile: int, seq_len: int, start: int, rows: int, blocks: in
 class ScoresDecode(PoolLaunch):
     """B2: logits [batch_size * query_len, max_blocks] of q_normed [batch_size * query_len, 4, 128], block keys from the
     pool's V-tails. Row j of sequence b has position context_lengths[b] - query_len + j; only the prefix of each row
-    that it sees, at most max_blocks, is stored."""
+    that it sees, at most max_blocks, is stored.
+
+    Attributes:
+        follows_prepare: the launch right before this one on the stream is `PreDecode` of the same step; keys written
+            before it are then read while it runs.
+    """
 
     KERNEL: ClassVar[str] = "scores_decode"
 
@@ -181,6 +186,7 @@ class ScoresDecode(PoolLaunch):
     batch_size: int
     max_blocks: int
     query_len: int = 1
+    follows_prepare: bool = False
     logits_stride_row: int | None = None
     _baked: Baked = field(init=False, repr=False, compare=False)
 
@@ -193,9 +199,10 @@ class ScoresDecode(PoolLaunch):
         blocks = checks.integer("max_blocks", self.max_blocks, 0)
         launches = self.batch_size > 0 and blocks > 0
         checked: dict[str, Any] = dict(addresses(self, launches, logits_ptr=16, q_normed_ptr=16, context_lengths=4))
-        baked, shares = decode_choice(query_len, self.batch_size, blocks)
+        baked, shares = decode_choice(query_len, self.batch_size, blocks, bool(self.follows_prepare))
         checked |= {
             "query_len": query_len,
+            "follows_prepare": int(bool(self.follows_prepare)),
             "max_blocks": blocks,
             "logits_stride_row": _logits_stride(self, blocks),
             "grid": (shares, self.batch_size, 1) if launches else 0,
@@ -212,9 +219,11 @@ class ScoresDecode(PoolLaunch):
             kernel.launch(self, self.grid, self.stream)
 
 
-def decode_choice(query_len: int, batch: int, blocks: int) -> tuple[Baked, int]:
+def decode_choice(query_len: int, batch: int, blocks: int, follows_prepare: bool = False) -> tuple[Baked, int]:
     """(baked constants, shares of a sequence's columns) of the decode scores."""
     rows, _, warps, most = next(entry for entry in DECODE if query_len <= entry[0] and batch <= entry[1])
+    if follows_prepare and batch == 1:
+        most *= 2  # a page a warp up to 64K: all of them are on their way before the wait
     shares = min(most, max(DECODE_LEAST, DECODE_BLOCKS // max(1, batch)), -(-blocks // (PAGE_BLOCKS * warps)))
     return (("rows", rows), ("warps", warps)), shares
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 TILE = 64  # list entries that a block takes at a time: 8 warps of 8
 SM_COUNT = 132  # of an H200
 MAX_CLUSTER = 16  # the largest cluster of SM90
-# Entries that a tile beyond the shares may have in the largest cluster: B = 1 takes 7.0 us in 16 blocks, one of which has
-# three more entries, and 7.8 in 11 blocks of three whole tiles. In 8 blocks against 7 it does not pay (11.4, 11.1).
+# Entries that a tile beyond the shares may have in the largest cluster: one sequence takes 7.0 us in 16 blocks, one of
+# which has three more entries, and 7.8 in 11 blocks of three whole tiles. In 8 blocks against 7 it loses (11.4, 11.1).
 SHORT_TILE = 8
 
 # Clusters of 1, 2, ... 16 blocks, one block an SM, that run at once on an H200, as cuOccupancyMaxActiveClusters

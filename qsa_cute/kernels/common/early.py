@@ -14,6 +14,18 @@ SUPPORTED = _TARGET is not None and int(_TARGET[1]) >= 90
 
 def begin() -> None:
     """Let the next kernel start, and wait until what the kernels before this one wrote is there."""
+    let_next_start()
+    wait()
+
+
+def let_next_start() -> None:
+    """After `wait`, the next kernel's start means that all before this one are done: it may read, before it waits
+    itself, whatever this kernel does not write."""
     if SUPPORTED:
         cute.arch.griddepcontrol_launch_dependents()
+
+
+def wait() -> None:
+    """Until what the kernels before this one wrote is there."""
+    if SUPPORTED:
         cute.arch.griddepcontrol_wait()

@@ -131,7 +131,8 @@ class PreDecode:
         tail_offset: Int64,
         rms_eps: Float32,
     ):
-        early.begin()
+        early.wait()
+        early.let_next_start()  # the scores read old keys before they wait for this kernel
         row, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()

@@ -12,6 +12,10 @@ into the warp's ring; keys are A of m16n8k16 and the queries, kept in registers,
 order are those of the prefill kernel. Rows in the ring are ordered so that a thread ends with all heads of four
 consecutive blocks of one row.
 
+Right after the fused pre-decode (B1), which writes the queries and the step's new keys only, `follows_prepare` lets
+the first keys be on their way before that kernel is done: page table, lengths and old keys are there when this one
+starts. It must be 0 after any other kernel.
+
 Baked: type, query rows a sequence (the registers they take), warps, stages. The caller guarantees: 16-byte
 aligned keys; query_len <= the baked rows.
 """
@@ -36,6 +40,7 @@ PARAMS = (
     i32("num_flat_pages"),
     i32("max_pages_per_seq"),
     i32("max_blocks"),
+    i32("follows_prepare"),
     i64("page_table_stride"),
     i64("page_stride"),
     i64("token_stride"),
@@ -67,6 +72,7 @@ class ScoresDecode:
         num_flat_pages: Int32,
         max_pages_per_seq: Int32,
         max_blocks: Int32,
+        follows_prepare: Int32,
         page_table_stride: Int64,
         page_stride: Int64,
         token_stride: Int64,
@@ -84,6 +90,7 @@ class ScoresDecode:
             num_flat_pages,
             max_pages_per_seq,
             max_blocks,
+            follows_prepare,
             page_table_stride,
             page_stride,
             token_stride,
@@ -103,13 +110,16 @@ class ScoresDecode:
         num_flat_pages: Int32,
         max_pages_per_seq: Int32,
         max_blocks: Int32,
+        follows_prepare: Int32,
         page_table_stride: Int64,
         page_stride: Int64,
         token_stride: Int64,
         tail_offset: Int64,
         logits_stride_row: Int64,
     ):
-        early.begin()
+        early.let_next_start()
+        if follows_prepare == 0:
+            early.wait()
         share, sequence, _ = cute.arch.block_idx()
         shares, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -122,15 +132,15 @@ class ScoresDecode:
 
         page = self.fetch_page(table, first, max_pages_per_seq)
         length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
-        q = q_normed_ptr.toint() + Int64(sequence) * query_len * (INDEX_HEADS * ROW_BYTES)
-        tQ = cute.make_rmem_tensor((8 * self.rows,), Int32)
-        self.read_q(tQ, q, query_len, lane)
-
         seen = cutlass.min(length // BLOCK_TOKENS, max_blocks)
         pages = (seen + STEP - 1) // STEP
+        old = cutlass.min((length - query_len) // BLOCK_TOKENS, max_blocks)  # blocks that this step does not write
         keys = pool_ptr.toint() + tail_offset * 2
         block_bytes = token_stride * (BLOCK_TOKENS * 2)
         out = logits_ptr.toint() + Int64(sequence) * query_len * logits_stride_row * 4
+        early_gather = Int32(follows_prepare != 0 and (first + (self.stages - 2) * step + 1) * STEP <= old)
+        if early_gather == 0:
+            early.wait()
         for s in cutlass.range_constexpr(self.stages - 1):
             self.gather(
                 ring + s * UNIT,
@@ -143,6 +153,11 @@ class ScoresDecode:
                 lane,
             )
             page = self.fetch_page(table, first + (s + 1) * step, max_pages_per_seq)
+        if early_gather != 0:
+            early.wait()
+        q = q_normed_ptr.toint() + Int64(sequence) * query_len * (INDEX_HEADS * ROW_BYTES)
+        tQ = cute.make_rmem_tensor((8 * self.rows,), Int32)
+        self.read_q(tQ, q, query_len, lane)
         slot = Int32(0)
         ahead = Int32(self.stages - 1)
         for at in cutlass.range(first, pages, step, unroll=1):
