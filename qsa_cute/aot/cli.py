@@ -31,7 +31,7 @@ class Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except QsaError as error:
+        except (QsaError, OSError) as error:  # OSError: a full or read-only disk, with the file in its message
             raise click.ClickException(str(error)) from error
 
 

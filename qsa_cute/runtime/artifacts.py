@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
+from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA, altered
 from qsa_cute.errors import ArgumentError, ArtifactError
 from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.variants import SMS
@@ -188,11 +188,16 @@ class _ManifestReader:
             raise self._bad(f"cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise self._bad(f"is not JSON ({error})") from error
+        except RecursionError as error:
+            raise self._bad("is not JSON (nested without end)") from error
         if not isinstance(manifest, dict):
             raise self._bad("is not a JSON object")
         for key, mine in (("schema", SCHEMA), ("abi", ABI)):
             if manifest.get(key) != mine:
                 raise self._bad(f"has {key} {manifest.get(key)!r}, this qsa_cute reads {key} {mine}")
+        what = altered(manifest)
+        if what:
+            raise self._bad(what)
         if manifest.get("sm") != self.folder.name:
             raise self._bad(f"is for {manifest.get('sm')!r} but lies in a folder named {self.folder.name!r}")
         if not isinstance(manifest.get("variants"), dict):
