@@ -18,7 +18,14 @@ from soak_cases import DecodeSoak, SelectSoak
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch) -> None:
-    for name, value in {"SLOTS": 6, "FLAT_PAGES": 12, "MAX_PAGES": 4, "Q_HEADS": 8}.items():
+    for name, value in {
+        "SLOTS": 6,
+        "FLAT_PAGES": 12,
+        "MAX_PAGES": 4,
+        "Q_HEADS": 8,
+        "HEAD_DIM": 64,
+        "POOL_HEAD_DIM": 96,
+    }.items():
         monkeypatch.setattr(soak_cases, name, value)
 
 
