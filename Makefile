@@ -29,7 +29,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest tests/unit tests/aot
+	$(BIN)/python -m pytest -n 2 tests/unit tests/aot
 
 # After a deliberate change of kernels or tools: the hashes of every SM, to be committed.
 lock: $(VENV)/.installed
