@@ -80,11 +80,12 @@ def launches(request) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode(launches, dtype) -> None:
-    groups = []
+    groups, held = [], []  # params are addresses: their memory is kept here
     for seed, (batch, query_len, width, algorithm, splits) in enumerate(DECODES):
         case = DecodeSoak("cuda", batch, query_len, width, DTYPES[dtype], seed)
         layout = SparseDecodeRunner.workspace_size(batch, 2, 256, query_len)
         memory = torch.full((layout.size,), 0xFF, dtype=torch.uint8, device="cuda")
+        held.append(memory)
         each = [decode_params(case, slot, memory, layout, algorithm, splits) for slot in range(SLOTS)]
         groups.append((case, lambda slot, each=each: SparseDecodeRunner.run(dtype, each[slot])))
     soak(launches // len(DTYPES), groups)
@@ -300,8 +301,9 @@ def test_artifacts_replaced_under_a_running_process(tmp_path, monkeypatch) -> No
     shutil.copytree(find_root(), root)
     fresh = Loader(root)
     monkeypatch.setattr("qsa_cute.runners.sparse_decode.default_loader", lambda: fresh)
-    case, out = small(1), Output.like(small(1).q)
-    params = case.params(out, case.workspace(), algorithm="cluster")
+    case = small(1)
+    out, space = Output.like(case.q), case.workspace()
+    params = case.params(out, space, algorithm="cluster")
     SparseDecodeRunner.run("bf16", params)
     root.rename(tmp_path / "away")
     root.mkdir()
