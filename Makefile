@@ -1,5 +1,6 @@
 # Environment, ahead-of-time build and checks. `make build` then `make test` is all that a fresh machine needs;
-# neither needs a GPU. The gpu-* targets and bench run on a machine with one, from prebuilt artifacts.
+# neither needs a GPU. The gpu-* targets and bench run on a machine with one, from prebuilt artifacts. SM is one target or
+# several: make wheel SM="sm_90a sm_80".
 
 SM ?= sm_90a
 PYTHON ?= python3
@@ -7,9 +8,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 GPU_PYTHON ?= $(PYTHON)
 BIN := $(VENV)/bin
-EVIDENCE := artifacts/evidence/$(SM).json
+ARCH := $(foreach sm,$(SM),--gpu-arch $(sm))
+EVIDENCE := artifacts/evidence/$(firstword $(SM)).json
 
-.PHONY: build test lint lock gpu-test gpu-sanitize bench wheel clean
+.PHONY: build test lint lock gpu-test gpu-sanitize gpu-soak bench wheel doctor clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,8 +19,8 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 build: $(VENV)/.installed
-	$(BIN)/python build_cutedsl.py build --gpu-arch $(SM)
-	$(BIN)/python build_cutedsl.py verify --gpu-arch $(SM)
+	$(BIN)/python build_cutedsl.py build $(ARCH)
+	$(BIN)/python build_cutedsl.py verify $(ARCH)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -27,7 +29,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest tests/unit tests/aot
+	$(BIN)/python -m pytest -n 2 tests/unit tests/aot
 
 # After a deliberate change of kernels or tools: the hashes of every SM, to be committed.
 lock: $(VENV)/.installed
@@ -42,15 +44,20 @@ gpu-sanitize:
 	  PYTHONPATH=. compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(GPU_PYTHON) tests/gpu/$$script.py || exit 1; \
 	done; done
 
+gpu-soak:
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu/soak.py
+
 bench:
 	PYTHONPATH=. $(GPU_PYTHON) -m bench.run --all --append bench/results/h200.jsonl
 	PYTHONPATH=. $(GPU_PYTHON) -m bench.plot
 
-# The built sets go into the wheel; setuptools takes what is in the package.
+# dist/qsa_cute-*.whl with the sets of $(SM), for machines that have no compiler.
 wheel: build
-	rm -rf qsa_cute/artifacts
-	cp -r artifacts qsa_cute/artifacts
-	$(BIN)/pip wheel --no-deps --wheel-dir dist . ; status=$$?; rm -rf qsa_cute/artifacts; exit $$status
+	$(BIN)/python build_cutedsl.py wheel $(ARCH)
+
+# What this machine has and what each GPU can use; check: a self-test of about 10 s on each.
+doctor:
+	PYTHONPATH=. $(GPU_PYTHON) -m qsa_cute doctor
 
 clean: $(VENV)/.installed
 	$(BIN)/python build_cutedsl.py clean

@@ -133,7 +133,10 @@ def build(
     with store.writing() as staging:
         plans = plan(store, wanted, digests, force)  # once more, now that nobody else writes
         result = Result()
-        made = _compile_all(plans, digests, staging, jobs, progress, result)
+        try:
+            made = _compile_all(plans, digests, staging, jobs, progress, result)
+        except OSError as error:
+            raise ArtifactError(f"writing {staging} failed: {error}; what is published is as it was") from error
         _refuse_moving_sources(plans, digests, result)
         for sm_plan in plans:
             _publish(store, sm_plan, staging / sm_plan.sm, made, digests, result)

@@ -1,4 +1,4 @@
-"""The command line: build, list, verify, inspect, lock, clean. Thin: it parses, calls and prints."""
+"""The command line: build, list, verify, inspect, lock, wheel, clean. Thin: it parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from qsa_cute.aot import build as aot_build
 from qsa_cute.aot import manifest as mf
 from qsa_cute.aot import output, sources
 from qsa_cute.aot import verify as aot_verify
+from qsa_cute.aot import wheel as aot_wheel
 from qsa_cute.aot.store import Store
 from qsa_cute.errors import QsaError
 from qsa_cute.variants import KERNELS, SMS, Variant, variants
@@ -30,7 +31,7 @@ class Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except QsaError as error:
+        except (QsaError, OSError) as error:  # OSError: a full or read-only disk, with the file in its message
             raise click.ClickException(str(error)) from error
 
 
@@ -210,6 +211,24 @@ def lock_(root: Path, sms: tuple[str, ...]) -> None:
     changed = aot_verify.write_lock(root, _asked_sms(root, sms))
     output.table(("variant",), [(name,) for name in changed])
     output.log(f"{len(changed)} hashes new or changed in {root / aot_verify.LOCK}")
+
+
+@main.command()
+@_sms
+@_output
+@click.option(
+    "--dist",
+    default="dist",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the wheel goes.",
+)
+def wheel(root: Path, sms: tuple[str, ...], dist: Path) -> None:
+    """Pack the package and the built sets into one wheel, which needs no compiler to load."""
+    asked = _asked_sms(root, sms)
+    made = aot_wheel.make_wheel(root, asked, dist)
+    output.table(("wheel",), [(made,)])
+    output.log(f"{made.stat().st_size / 1e6:.1f} MB with the artifacts of {', '.join(asked)}")
 
 
 @main.command()

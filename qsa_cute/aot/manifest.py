@@ -8,9 +8,9 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
-from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
+from qsa_cute.abi import ABI, CHECKSUM, KINDS, MANIFEST, MANIFEST_KEYS, SCHEMA, altered, checksum
 from qsa_cute.aot.cubin import Cubin
 from qsa_cute.aot.sass import local_memory, tensor_core
 from qsa_cute.errors import ArtifactError
@@ -115,7 +115,7 @@ def variant_of(entry: Entry, sm: str) -> Variant | None:
 
 
 def manifest(sm: str, dsl: str, ptxas: str, source_digest: str, entries: Mapping[str, Entry]) -> Record:
-    return {
+    head = {
         "schema": SCHEMA,
         "abi": ABI,
         "sm": sm,
@@ -124,47 +124,61 @@ def manifest(sm: str, dsl: str, ptxas: str, source_digest: str, entries: Mapping
         "source_digest": source_digest,
         "variants": dict(entries),
     }
+    return head | {CHECKSUM: checksum(head)}
 
 
 def write_json(path: Path, value: Record) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def read_json(path: Path, schema: int = SCHEMA) -> Record | None:
+def read_json(path: Path, fields: Mapping[str, type], mend: str = "delete it and build again") -> Record | None:
     """A manifest, lock or evidence file; None when there is none.
 
+    Args:
+        fields: key -> type of what it must have beside the schema.
+        mend: what to do where it is unreadable.
+
     Raises:
-        ArtifactError: not JSON, not an object, or of another schema.
+        ArtifactError: not JSON, not an object, of another schema, or a field is missing or of another type.
     """
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; delete it and build again") from error
-    if not isinstance(value, dict) or value.get("schema") != schema:
+    except (ValueError, OSError, RecursionError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; {mend}") from error
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         got = value.get("schema") if isinstance(value, dict) else type(value).__name__
-        raise ArtifactError(f"{path} has schema {got!r}, this version reads {schema}; delete it and build again")
+        raise ArtifactError(f"{path} has schema {got!r}, this version reads {SCHEMA}; {mend}")
+    _check_fields(path, value, fields, "", mend)
     return value
 
 
-HEAD_FIELDS = frozenset(manifest("", "", "", "", {}))
-ENTRY_FIELDS = Entry.__required_keys__
+def _check_fields(path: Path, value: Any, fields: Mapping[str, type], of: str, mend: str) -> None:
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path} has no record{of}; {mend}")
+    missing = [f"{field}{of}" for field in sorted(fields) if type(value.get(field)) is not fields[field]]
+    if missing:
+        raise ArtifactError(f"{path} lacks {', '.join(missing)}; {mend}")
+
+
+HEAD_FIELDS = {key: {"schema": int, "abi": int, "variants": dict}.get(key, str) for key in MANIFEST_KEYS}
+ENTRY_FIELDS = {key: getattr(kind, "__origin__", kind) for key, kind in get_type_hints(Entry).items()}
 
 
 def read_manifest(folder: Path) -> Record | None:
-    """The manifest of an SM's folder, None when there is none; raises as `read_json`, and when a field is missing."""
-    path = folder / MANIFEST
-    found = read_json(path)
+    """The manifest of an SM's folder, None when there is none; raises as `read_json`, and where it was altered."""
+    path, mend = folder / MANIFEST, "delete it and build again"
+    found = read_json(path, HEAD_FIELDS)
     if found is None:
         return None
-    missing = {f"{field}" for field in HEAD_FIELDS - found.keys()}
-    for name, entry in found.get("variants", {}).items():
-        missing |= {f"{field} of {name}" for field in ENTRY_FIELDS - entry.keys()}
-        if entry.get("file") != f"{name}.cubin":
-            raise ArtifactError(f"{path} names {entry.get('file')!r} as the file of {name}; delete it and build again")
-    if missing:
-        raise ArtifactError(f"{path} lacks {', '.join(sorted(missing))}; delete it and build again")
+    what = altered(found)
+    if what:
+        raise ArtifactError(f"{path} {what}; {mend}")
+    for name, entry in found["variants"].items():
+        _check_fields(path, entry, ENTRY_FIELDS, f" of {name}", mend)
+        if entry["file"] != f"{name}.cubin" or Path(entry["file"]).name != entry["file"] or "\0" in name:
+            raise ArtifactError(f"{path} names {entry['file']!r} as the file of {name}; {mend}")
     return found
 
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qsa_cute.errors import ArtifactError
@@ -39,15 +39,15 @@ class Store:
             ArtifactError: another builder holds it, or it cannot be written.
         """
         staging = self.root / f"{STAGING}{os.getpid()}"
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = (self.root / LOCK).open("a+")
-        except OSError as error:
-            raise ArtifactError(f"cannot write {self.root}: {error.strerror}; choose another --output") from error
-        with lock:
-            self._take(lock.fileno())
-            self._recover()
-            staging.mkdir()
+        with ExitStack() as held:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context((self.root / LOCK).open("a+"))
+                self._take(lock.fileno())
+                self._recover()
+                staging.mkdir()
+            except OSError as error:
+                raise ArtifactError(f"cannot write {self.root}: {error.strerror}; choose another --output") from error
             try:
                 yield staging
             finally:

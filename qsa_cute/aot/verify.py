@@ -11,6 +11,10 @@ from qsa_cute.variants import SMS, variants
 
 LOCK = "lock.json"
 EVIDENCE = "evidence"
+_LOCK_FIELDS = {"dsl_version": str, "ptxas_version": str, "variants": dict}
+_LOCK_MEND = "take it from version control, or: python build_cutedsl.py lock"
+_EVIDENCE_FIELDS = {"sm": str, "variants": dict, "tests": dict}
+_EVIDENCE_MEND = "take it from version control, or: make gpu-test"
 
 
 def build_command(sm: str) -> str:
@@ -45,22 +49,28 @@ def check_files(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     folder, problems = root / sm, []
     expected = {entry["file"]: entry for entry in manifest["variants"].values()}
     for file, entry in expected.items():
-        path = folder / file
-        if not path.is_file():
-            problems.append(f"{path} is missing; run: {build_command(sm)}")
-        elif path.stat().st_size != entry["size"]:
-            found = f"{path.stat().st_size} bytes, the manifest says {entry['size']}"
-            problems.append(f"{path} has {found}; run: {build_command(sm)}")
-        elif mf.sha256(path) != entry["sha256"]:
-            problems.append(f"{path} was altered: its sha256 is not the manifest's; run: {build_command(sm)}")
+        what = _wrong_file(folder / file, entry)
+        if what:
+            problems.append(f"{folder / file} {what}; run: {build_command(sm)}")
     strays = sorted({path.name for path in folder.iterdir()} - {*expected, MANIFEST})
     problems += [f"{folder / stray} is not in the manifest; delete it" for stray in strays]
     return problems
 
 
+def _wrong_file(path: Path, entry: mf.Entry) -> str:
+    try:
+        if not path.is_file():
+            return "is missing"
+        if path.stat().st_size != entry["size"]:
+            return f"has {path.stat().st_size} bytes, the manifest says {entry['size']}"
+        return "" if mf.sha256(path) == entry["sha256"] else "was altered: its sha256 is not the manifest's"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
 def check_lock(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     """The set's hashes against lock.json, as far as the registry has the variants."""
-    lock = mf.read_json(root / LOCK)
+    lock = mf.read_json(root / LOCK, _LOCK_FIELDS, _LOCK_MEND)
     if lock is None:
         return [f"{root / LOCK} is missing; after a deliberate change: python build_cutedsl.py lock"]
     for tool in ("dsl_version", "ptxas_version"):
@@ -81,12 +91,15 @@ def check_lock(root: Path, sm: str, manifest: mf.Record) -> list[str]:
 def check_evidence(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     """The GPU test run: every registered variant was run as it is built now, and nothing failed."""
     path = root / EVIDENCE / f"{sm}.json"
-    evidence = mf.read_json(path)
+    evidence = mf.read_json(path, _EVIDENCE_FIELDS, _EVIDENCE_MEND)
     if evidence is None:
         return [f"{path} is missing; run the GPU tests: make gpu-test"]
-    tests, problems = evidence["tests"], []
-    if tests["failed"] or not tests["passed"]:
-        problems.append(f"{path} records {tests['failed']} failed and {tests['passed']} passed GPU tests")
+    if evidence["sm"] != sm:
+        return [f"{path} is of {evidence['sm']}; {_EVIDENCE_MEND}"]
+    failed, passed = (evidence["tests"].get(name) for name in ("failed", "passed"))
+    problems = []
+    if failed != 0 or type(passed) is not int or passed < 1:
+        problems.append(f"{path} records {failed} failed and {passed} passed GPU tests")
     for variant in variants([sm]):
         built = manifest["variants"].get(variant.name, {}).get("sha256")
         if built is None:
@@ -105,7 +118,7 @@ def verify(root: Path, sms: tuple[str, ...], lock: bool, evidence: bool) -> dict
             found[sm] = check_files(root, sm, manifest)
             found[sm] += check_lock(root, sm, manifest) if lock else []
             found[sm] += check_evidence(root, sm, manifest) if evidence else []
-        except ArtifactError as error:
+        except (ArtifactError, OSError) as error:
             found[sm] = [str(error)]
     return found
 
@@ -118,7 +131,7 @@ def write_lock(root: Path, sms: tuple[str, ...]) -> list[str]:
     Raises:
         ArtifactError: a set is incomplete or damaged, or was built with other tools than the hashes that stay.
     """
-    former = mf.read_json(root / LOCK)
+    former = mf.read_json(root / LOCK, _LOCK_FIELDS, _LOCK_MEND)
     hashes = {} if former is None else former["variants"]
     tools = {}
     locked = {variant.name: hashes[variant.name] for variant in variants() if variant.name in hashes}

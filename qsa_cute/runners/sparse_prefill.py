@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -295,27 +296,29 @@ class SparsePrefillRunner:
         Raises:
             ArgumentError: a size is out of range.
         """
-        somewhere = 1 << 40  # an address: nothing is read
         return union.workspace(
-            SparsePrefillParams(
-                q_ptr=somewhere,
-                k_ptr=somewhere,
-                v_ptr=somewhere,
-                indices=somewhere,
-                context_lengths=somewhere,
-                o_ptr=somewhere << 10,
-                batch_size=batch_size,
-                seq_len=seq_len,
-                kv_seq_len=kv_seq_len,
-                num_q_heads=num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                top_k=top_k,
-                attention_scale=1.0,
-                index_kind=index_kind,
-                workspace=somewhere << 15,
-            )
+            _somewhere(batch_size, seq_len, kv_seq_len, num_q_heads, num_kv_heads, head_dim, top_k, index_kind)
         )
+
+    @staticmethod
+    def shared_workspace(
+        batch_size: int,
+        seq_len: int,
+        kv_seq_len: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        top_k: int,
+    ) -> int:
+        """Bytes of `workspace_size` where `run` would share the gather of padded lists by itself, were the memory
+        given and the device an SM90; else 0.
+
+        Raises:
+            ArgumentError: a size is out of range.
+        """
+        sizes = (batch_size, seq_len, kv_seq_len, num_q_heads, num_kv_heads, head_dim, top_k)
+        params = _somewhere(*sizes, index_kind="padded")
+        return union.workspace(params).size if params.shares else 0
 
     @staticmethod
     def preflight(
@@ -356,6 +359,52 @@ class SparsePrefillRunner:
             return
         kernel = loader.peek(wanted, params.device, params.stream)
         kernel.launch(params, params.num_blocks, params.stream)
+
+
+def _somewhere(
+    batch_size: int,
+    seq_len: int,
+    kv_seq_len: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    top_k: int,
+    index_kind: str,
+) -> SparsePrefillParams:
+    """Parameters of these sizes, with a workspace, at addresses where nothing is read."""
+    somewhere = 1 << 40
+    return SparsePrefillParams(
+        q_ptr=somewhere,
+        k_ptr=somewhere,
+        v_ptr=somewhere,
+        indices=somewhere,
+        context_lengths=somewhere,
+        o_ptr=somewhere << 10,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        kv_seq_len=kv_seq_len,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        top_k=top_k,
+        attention_scale=1.0,
+        index_kind=index_kind,
+        workspace=somewhere << 15,
+    )
+
+
+@functools.cache
+def union_for(dtype: object, head_dim: int, device: int) -> bool:
+    """Whether a device has the union's kernels for this type and head dim: an SM90, and artifacts with them.
+
+    Raises:
+        DriverError, ArtifactError: there is no driver, or no artifacts.
+    """
+    loader = default_loader()
+    if dispatch.capability(loader, device) != dispatch.SM90:
+        return False
+    names = (union.PREPARE, union.MAIN, union.ROWS)
+    return all(loader.missing_reason(dispatch.wanted(name, head_dim, dtype), device) is None for name in names)
 
 
 def _shared(loader: Loader, dtype: object, params: SparsePrefillParams) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA
+from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA, altered
 from qsa_cute.errors import ArgumentError, ArtifactError
 from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.variants import SMS
@@ -25,9 +25,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _Json = Mapping[str, Any]
 
 
-def mend(sm: str) -> str:
+def mend(sm: str, options: str = "") -> str:
     """The command that makes the artifacts of `sm`, as every message quotes it."""
-    return f"python build_cutedsl.py build --gpu-arch {sm}"
+    command = f"python build_cutedsl.py build --gpu-arch {sm}{options and ' ' + options}"
+    if (_PACKAGE.parent / "build_cutedsl.py").exists():
+        return command
+    return f"{command}, in a checkout of qsa-cute; artifacts that came in a wheel: install that wheel again"
 
 
 class Wanted(NamedTuple):
@@ -135,7 +138,7 @@ class ArtifactSet:
     def min_driver(self) -> int:
         """Oldest driver for these cubins, as cuDriverGetVersion counts: the first of their ptxas' major."""
         major = self.ptxas_version.split(".")[0]
-        return int(major) * 1000 if major.isdigit() else 0
+        return int(major) * 1000 if major.isdecimal() else 0
 
     def find(self, wanted: Wanted) -> VariantRecord | None:
         """The one variant that answers, or None.
@@ -158,8 +161,8 @@ class ArtifactSet:
         path = self.folder / record.file
         try:
             data = path.read_bytes()
-        except OSError as error:
-            raise self._bad(path, f"cannot be read ({error.strerror})") from error
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise self._bad(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
         if len(data) != record.size:
             raise self._bad(path, f"has {len(data)} bytes where its manifest says {record.size}")
         found = hashlib.sha256(data).hexdigest()
@@ -168,7 +171,7 @@ class ArtifactSet:
         return data
 
     def _bad(self, path: Path, what: str) -> ArtifactError:
-        return ArtifactError(f"cubin {path} {what}; rebuild it: {mend(self.sm)} --force")
+        return ArtifactError(f"cubin {path} {what}; rebuild it: {mend(self.sm, '--force')}")
 
 
 class _ManifestReader:
@@ -185,11 +188,16 @@ class _ManifestReader:
             raise self._bad(f"cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise self._bad(f"is not JSON ({error})") from error
+        except RecursionError as error:
+            raise self._bad("is not JSON (nested without end)") from error
         if not isinstance(manifest, dict):
             raise self._bad("is not a JSON object")
         for key, mine in (("schema", SCHEMA), ("abi", ABI)):
             if manifest.get(key) != mine:
                 raise self._bad(f"has {key} {manifest.get(key)!r}, this qsa_cute reads {key} {mine}")
+        what = altered(manifest)
+        if what:
+            raise self._bad(what)
         if manifest.get("sm") != self.folder.name:
             raise self._bad(f"is for {manifest.get('sm')!r} but lies in a folder named {self.folder.name!r}")
         if not isinstance(manifest.get("variants"), dict):
@@ -256,8 +264,7 @@ class Store:
 
     def sms(self) -> list[str]:
         """SMs that have a folder with a manifest, sorted by name. A build's staging folders are not among them."""
-        names = (path.parent.name for path in self.root.glob(f"*/{MANIFEST}"))
-        return sorted(name for name in names if sm_rules.parse(name))
+        return _sms(self.root)
 
     def read(self, sm: str) -> ArtifactSet:
         """The set of one SM. Raises ArtifactError as `ArtifactSet.read` does."""
@@ -298,6 +305,45 @@ class Store:
         return f"no artifact for {wanted}: {has}, {why}; {remedy}"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere artifacts are looked for.
+
+    Attributes:
+        source: what names it: "the path given", "$QSA_CUTE_ARTIFACTS", "the package" or "the checkout".
+        path: the folder; None where the source names none.
+        state: what is there, such as "sm_80, sm_90a", "no artifacts" or "not a folder".
+    """
+
+    source: str
+    path: Path | None
+    state: str
+
+
+def places(path: str | os.PathLike[str] | None = None) -> list[Place]:
+    """Every place where artifacts are looked for, in order, and what is there. The first that is set counts; of the
+    package and the checkout, the first that holds artifacts."""
+    named = os.environ.get(ENVIRONMENT)
+    found = [] if path is None else [_look("the path given", Path(path))]
+    found.append(_look(f"${ENVIRONMENT}", Path(named) if named else None))
+    found.append(_look("the package", _PACKAGE / "artifacts"))
+    found.append(_look("the checkout", _PACKAGE.parent / "artifacts"))
+    return found
+
+
+def _look(source: str, path: Path | None) -> Place:
+    if path is None:
+        return Place(source, None, "not set")
+    if not path.is_dir():
+        return Place(source, path, "not a folder")
+    return Place(source, path, ", ".join(_sms(path)) or "no artifacts")
+
+
+def _sms(root: Path) -> list[str]:
+    names = (path.parent.name for path in root.glob(f"*/{MANIFEST}"))
+    return sorted(name for name in names if sm_rules.parse(name))
+
+
 def find_root(path: str | os.PathLike[str] | None = None) -> Path:
     """The artifact folder: `path`, else $QSA_CUTE_ARTIFACTS, else the package's own, else the checkout's.
 
@@ -313,10 +359,10 @@ def find_root(path: str | os.PathLike[str] | None = None) -> Path:
     if given is not None:
         if given.is_dir():
             return given.resolve()
-        raise ArtifactError(f"{source} is not a folder: {given}; build one: {mend('sm_90a')} --output {given}")
-    places = (_PACKAGE / "artifacts", _PACKAGE.parent / "artifacts")
-    for place in places:
+        raise ArtifactError(f"{source} is not a folder: {given}; build one: {mend('sm_90a', f'--output {given}')}")
+    looked = (_PACKAGE / "artifacts", _PACKAGE.parent / "artifacts")
+    for place in looked:
         if next(place.glob(f"*/{MANIFEST}"), None) is not None:
             return place
-    looked = ", ".join(map(str, places))
-    raise ArtifactError(f"no artifacts: ${ENVIRONMENT} is not set, none in {looked}; build them: {mend('sm_90a')}")
+    where = ", ".join(map(str, looked))
+    raise ArtifactError(f"no artifacts: ${ENVIRONMENT} is not set, none in {where}; build them: {mend('sm_90a')}")

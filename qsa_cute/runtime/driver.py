@@ -5,6 +5,7 @@ The only module that imports cuda.bindings; a test puts an object with the same 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ _MISSING = (
     "the CUDA driver cannot be loaded ({error}); install the NVIDIA driver (libcuda.so.1) on this machine. "
     "Building artifacts and `can_implement` need none"
 )
+_NO_BINDINGS = "cuda.bindings cannot be imported ({error}); install it: pip install 'cuda-bindings>=13,<14'"
 
 
 class Driver:
@@ -31,12 +33,14 @@ class Driver:
     def __init__(self) -> None:
         try:
             import cuda.bindings.driver as cuda
-
-            self._cuda = cuda
+        except ImportError as error:
+            raise DriverError(_NO_BINDINGS.format(error=error)) from error
+        self._cuda = cuda
+        try:
             self._call("cuInit", 0)
-        except (ImportError, RuntimeError) as error:
-            if isinstance(error, DriverError):
-                raise
+        except DriverError:
+            raise
+        except RuntimeError as error:
             raise DriverError(_MISSING.format(error=error)) from error
         self.context_id = cuda.cuCtxGetId
         self.launch = cuda.cuLaunchKernelEx
@@ -178,6 +182,26 @@ class Driver:
     def zero(self, address: int, words: int, stream: int) -> None:
         """Set 32-bit words to zero, in stream order."""
         self._call("cuMemsetD32Async", address, 0, words, stream)
+
+    # Memory of the current context, for self-tests: a host has its own.
+
+    def allocate(self, size: int) -> int:
+        return int(self._call("cuMemAlloc", size))
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def upload(self, address: int, data: bytes) -> None:
+        """Copy from the host, and wait for it."""
+        held = (ctypes.c_char * len(data)).from_buffer_copy(data)
+        self._call("cuMemcpyHtoD", address, ctypes.addressof(held), len(data))
+
+    def download(self, address: int, size: int) -> bytes:
+        """Wait for the device, and copy to the host. A kernel's fault is reported here."""
+        self._call("cuCtxSynchronize")
+        held = (ctypes.c_char * size)()
+        self._call("cuMemcpyDtoH", ctypes.addressof(held), address, size)
+        return held.raw
 
     def encode_map(
         self, dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]

@@ -168,7 +168,7 @@ class Loader:
             DriverError: there is no driver.
             ArtifactError: there is no store.
         """
-        return [self._report(device) for device in range(self.driver.device_count())]
+        return [self.report(device) for device in range(self.driver.device_count())]
 
     # The slow path, under the lock.
 
@@ -249,7 +249,7 @@ class Loader:
             )
             raise ArtifactError(
                 f"{record.name}: the cubin has {detail} of its manifest; rebuild it: "
-                f"{mend(record.name.rsplit('_', 1)[1].replace('sm', 'sm_'))} --force"
+                f"{mend(record.name.rsplit('_', 1)[1].replace('sm', 'sm_'), '--force')}"
             )
 
     def _prepare(self, library: _Library, device: int) -> None:
@@ -267,7 +267,8 @@ class Loader:
             driver.allow_large_clusters(library.kernel, device)
         library.prepared.add(device)
 
-    def _report(self, device: int) -> DeviceReport:
+    def report(self, device: int) -> DeviceReport:
+        """`available` of one device."""
         capability = self.driver.capability(device)
         usable, refused = set(), {}
         for sm in self.store.sms():

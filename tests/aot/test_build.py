@@ -14,6 +14,7 @@ import pytest
 from conftest import BROKEN, FILL, GREEDY, SM, FakeCompiler, use_registry
 
 from qsa_cute import variants as registry
+from qsa_cute.abi import CHECKSUM, checksum
 from qsa_cute.aot import build, sources
 from qsa_cute.aot.store import Store
 from qsa_cute.errors import ArtifactError
@@ -173,7 +174,8 @@ def test_sources_that_move_during_the_build_fail_it(
 
 def test_one_set_is_of_one_ptxas(built: Path, toys: list[Variant], compiler: FakeCompiler) -> None:
     path = built / SM / "manifest.json"
-    path.write_text(path.read_text().replace(manifest_of(built)["ptxas_version"], "12.9.1"))
+    manifest = manifest_of(built) | {"ptxas_version": "12.9.1"}
+    path.write_text(json.dumps(manifest | {CHECKSUM: checksum(manifest)}))
     (built / SM / f"{toys[0].name}.cubin").unlink()
     assert "12.9.1" in build.build(Store(built), toys, jobs=1).unpublished[SM]
 

@@ -144,6 +144,14 @@ def test_inspect(built: Path, toys: list[Variant]) -> None:
     assert toys[0].name in result.stderr
 
 
+def test_wheel(built: Path, tmp_path: Path) -> None:
+    result = invoke("wheel", "--output", built, "--dist", tmp_path / "dist")
+    assert result.exit_code == 0, result.stderr
+    assert [Path(line) for line in result.stdout.splitlines()] == list((tmp_path / "dist").glob("*.whl"))
+    assert f"MB with the artifacts of {SM}" in result.stderr
+    assert invoke("wheel", "--gpu-arch", "sm_80", "--output", built).exit_code == 1
+
+
 def test_clean(built: Path) -> None:
     invoke("lock", "--output", built)
     assert invoke("clean", "--output", built).stdout.split() == [str(built / SM)]
@@ -154,7 +162,7 @@ def test_clean(built: Path) -> None:
 def test_help_documents_the_exit_codes() -> None:
     text = invoke("--help").stdout
     assert "Exit codes: 0 done; 1 something failed" in " ".join(text.split())
-    for command in ("build", "list", "verify", "inspect", "lock", "clean"):
+    for command in ("build", "list", "verify", "inspect", "lock", "wheel", "clean"):
         assert invoke(command, "--help").exit_code == 0
 
 

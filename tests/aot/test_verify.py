@@ -10,6 +10,7 @@ import pytest
 from conftest import SM
 
 from qsa_cute import variants as registry
+from qsa_cute.abi import CHECKSUM, checksum
 from qsa_cute.aot import verify
 from qsa_cute.errors import ArtifactError
 from qsa_cute.variants import Variant
@@ -20,6 +21,8 @@ BUILD = f"python build_cutedsl.py build --gpu-arch {SM}"
 def edit(path: Path, change: Callable[[dict], None]) -> None:
     value = json.loads(path.read_text())
     change(value)
+    if CHECKSUM in value:
+        value[CHECKSUM] = checksum(value)
     path.write_text(json.dumps(value))
 
 

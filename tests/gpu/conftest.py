@@ -21,6 +21,7 @@ SCHEMA = 1
 
 def pytest_addoption(parser):
     parser.addoption("--evidence", metavar="PATH", type=Path, help="write the record of this run of all GPU tests")
+    parser.addoption("--launches", type=int, default=200_000, help="of each operation in the soak")
 
 
 def pytest_configure(config):

@@ -7,6 +7,7 @@ import torch
 from attention_cases import Decode, Output, Prefill, decode, prefill
 
 import qsa_cute.torch_ops  # noqa: F401 - registers the operators
+from qsa_cute.runners import SparsePrefillRunner
 
 OPS = torch.ops.qsa_cute
 LENGTHS = (700, 0, 130)
@@ -56,6 +57,17 @@ def test_both_algorithms() -> None:
     OPS.sparse_decode_out(*args, algorithm="split_kv", out=out, **workspace.parts)
     assert (out.float() - want).abs().max() <= 2e-2
     workspace.check()
+
+
+def test_many_rows_share_their_gather() -> None:
+    case = prefill(lengths=LENGTHS, rows=60, width=300)
+    want, want_lse = case.reference()
+    found = Output.like(case.q)
+    OPS.sparse_prefill_out(*case.inputs, case.scale, case.query_starts, out=found.o.tensor, lse=found.lse.tensor)
+    found.check(want, want_lse)
+    size = SparsePrefillRunner.shared_workspace(3, 60, case.k.shape[1], 24, 2, 256, 300)
+    union = case.run(workspace=torch.empty(size, dtype=torch.uint8, device="cuda"), algorithm="union")
+    assert torch.equal(found.bits(), union.bits()), "the operator's own workspace, the same kernels"
 
 
 @each
