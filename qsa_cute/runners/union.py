@@ -103,9 +103,7 @@ class Shape:
         """What the launches need between them; it may hold anything at entry. As much for fewer rows, or less."""
         tiles = self.sizes()["num_tiles"]
         pairs = union_layout.most_pairs(self.group_size)
-        rounds = union_layout.rounds(
-            self.rows, self.batch, self.group_size, self.num_kv_heads, pairs, splits.SM_COUNT
-        )
+        rounds = union_layout.rounds(self.rows, self.batch, self.group_size, self.num_kv_heads, pairs, splits.SM_COUNT)
         parts = self._parts(tiles)
         most = self._parts(rounds * splits.SM_COUNT // self.num_kv_heads)  # that many tiles take no more rounds
         return Workspace(max(parts.size, most.size), parts.alignment, parts.parts)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 

@@ -1,8 +1,8 @@
 """How `union_prepare` reads a tile's selection: lists of tokens, or ids of blocks, to a bitmap a row and to records.
 
-Bit b of a row's bitmap: the row wants all four tokens of block b. A block of which a row wants only some (the open tail,
-a hole) becomes a record (row, block, tokens) instead. A tile's rows may be of two requests: rows from `cut` on are the
-second's, whose blocks are numbered from `pitch` * 32 on wherever both are named together.
+Bit b of a row's bitmap: the row wants all four tokens of block b. A block of which a row wants only some (the open
+tail, a hole) becomes a record (row, block, tokens) instead. A tile's rows may be of two requests: rows from `cut` on
+are the second's, whose blocks are numbered from `pitch` * 32 on wherever both are named together.
 """
 
 from dataclasses import dataclass
@@ -161,10 +161,7 @@ class UnionLists:
             if block < maps.pitch * 32:
                 union_ops.or_shared(bitmap + (block >> 5) * 4, 1 << (block & 31))
         elif end > 0:
-            u = [
-                t[j] if (t[j] < lists.length) & (t[j] >= 0) & (end > j) else Int32(-1)
-                for j in range(4)
-            ]
+            u = [t[j] if (t[j] < lists.length) & (t[j] >= 0) & (end > j) else Int32(-1) for j in range(4)]
             block = cutlass.max(cutlass.max(u[0], u[1]), cutlass.max(u[2], u[3])) >> 2
             tokens = Int32(0)
             valid = Int32(0)

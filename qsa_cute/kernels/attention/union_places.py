@@ -127,7 +127,9 @@ class UnionPlaces:
         return before0, total0, before1, total1, twice
 
     @cute.jit
-    def assign(self, maps: Bitmaps, chunks: Chunks, before0: Int32, before1: Int32, each: Int32, count: Int32, tid: Int32):
+    def assign(
+        self, maps: Bitmaps, chunks: Chunks, before0: Int32, before1: Int32, each: Int32, count: Int32, tid: Int32
+    ):
         """Write each block of this thread's words to its place, as its number; `union_entries` holds them for now."""
         n_shared = before0 & 0xFFFF
         n_a = (before0 >> 16) & 0xFFFF

@@ -16,10 +16,10 @@ of the sequences first, since theirs are the longest unions. An item is never sp
 H200, the merge costs more than the idle SMs, down to 512 rows.
 
 Warps 0-3 gather: each issues the TMA boxes (4 tokens x 64 columns, 128-byte swizzle) of a quarter of a chunk's
-blocks into a ring of two K and two V slots. The tensor maps reach over all pages, and an entry says which page and which
-block in it: K and V of dense sequences are one page each, so paged and dense are the same to this kernel. Padding lies
-out of bounds: zeros, and no memory is touched. V of a block that is only partly wanted comes token by token, zeros in
-place of tokens that no row wants: what lies there may not even be initialised.
+blocks into a ring of two K and two V slots. The tensor maps reach over all pages, and an entry says which page and
+which block in it: K and V of a dense sequence are one page, so paged and dense are the same to this kernel. Padding
+lies out of bounds: zeros, and no memory is touched. V of a block that is only partly wanted comes token by token, zeros
+in place of tokens that no row wants: what lies there may not even be initialised.
 Warps 4-11 are the two consumer warpgroups: while P V of chunk i runs on the tensor cores, the softmax of chunk
 i + 1 runs beside it. The ring runs on over items, so that the next item's K, V and Q arrive during this one's
 last products and epilogue.

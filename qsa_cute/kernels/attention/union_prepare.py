@@ -11,12 +11,12 @@ Grid: one block a tile of `tile_pairs` consecutive (row, head of the group) pair
     5. the records become chunk 0's bits per token.
 
 The host gives room for bitmaps; how long they must be is known when the lists have been read. Where the rows' do not
-fit at once they take turns, and the lists are read twice: so any context fits, and a short one costs little in a launch
+fit at once they take turns, and the lists are read again: so any context fits, and a short one costs little in a launch
 that is made for a long one.
 
-Dense K and V [batch, rows, heads, D] are pages of a whole sequence. Paged ones, of vLLM's contract, have lists of logical
-tokens and a block table; then the rows of all requests are one sequence of tiles, and `token_to_req` says whose a row is.
-A tile's rows may be of two requests, and its union holds the blocks of both.
+Dense K and V [batch, rows, heads, D] are pages of a whole sequence. Paged ones, of vLLM's contract, have lists of
+logical tokens and a block table; then the rows of all requests are one sequence of tiles, and `token_to_req` says whose
+a row is. A tile's rows may be of two requests, and its union holds the blocks of both.
 
 A tile goes to the row path (0 chunks) when the union cannot say what its rows want (an entry listed twice, more
 records or partial blocks than there is room for, rows of three requests) or has more chunks than the workspace.
