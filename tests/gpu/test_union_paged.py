@@ -139,14 +139,19 @@ def launch(case: Paged, p: SimpleNamespace) -> None:
     union_paged.PagedLaunches(p, dtype, loader).run(dtype, p, loader)
 
 
-def check(case: Paged, got: Run, atol: float = ATOL) -> None:
+def check(case: Paged, got: Run) -> None:
     want, lse = case.reference()
     out = got.out.tensor
     got.out.check()
     got.memory.check()
     assert (out[lse == -torch.inf] == 0).all(), "a row with no valid entry must be exact zeros"
-    error = (out.float() - want).abs().max().item()
-    assert error <= atol, f"largest error {error}"  # false for NaN
+    assert_near(out, want)
+
+
+def assert_near(out: Tensor, want: Tensor) -> None:
+    """With a gate the output is rounded twice: two units of bf16 beside the usual tolerance."""
+    beyond = (out.float() - want).abs() - want.abs() * 2**-7
+    assert beyond.max() <= ATOL, f"off by {beyond.max()} and a rounding"  # false for NaN
 
 
 def check_shared(case: Paged) -> None:
@@ -370,7 +375,7 @@ def test_tokens_past_the_table() -> None:
 
 
 def test_duplicates_holes_and_counts() -> None:
-    case = paged(rows=(100, 40, 55))
+    case = paged(rows=(100, 40, 55), poison=False)
     lists = case.indices
     lists[10, 3], lists[11, 40] = -1, -1  # holes: still a union
     lists[30, 4:8] = lists[30, 8:12]  # a block twice
@@ -397,7 +402,7 @@ def test_only_the_row_that_lists_a_token_sees_its_value(value) -> None:
     got = run(case)
     others = torch.arange(len(case.q), device="cuda") != owner
     assert not got.out.tensor[owner].isfinite().all()
-    assert (got.out.tensor.float() - want)[others].abs().max() <= ATOL
+    assert_near(got.out.tensor[others], want[others])
     assert got.rows_path().any()
 
 
