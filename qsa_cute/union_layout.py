@@ -10,7 +10,9 @@ PAIR_STEP = 4
 RECORDS = 256  # (row, partial block) records a tile has room for
 FIXED_BYTES = 1536  # of union_prepare's shared memory, before the parts that depend on the launch
 MAX_SMEM_BYTES = 227 * 1024
-SHARED_SMEM_BYTES = 112 * 1024  # lets two blocks share an SM
+SM_SMEM_BYTES = 228 * 1024  # of an SM; a block takes 1 KiB beside its own
+PREPARE_BLOCKS = 3  # of union_prepare an SM, at most
+PLACE_WORDS = 2048  # blocks of a union that union_prepare keeps in shared memory
 PLANES = 3  # words a plane beside the rows' bitmaps, for each request of a tile
 MAX_UNION = 65535  # blocks: union_prepare counts them in 16 bits
 ENTRY_BITS = 27  # of a block's place in K and V; four more say which of its tokens are wanted
@@ -70,21 +72,24 @@ def bitmap_words(context: int) -> int:
 
 def fixed_smem_bytes(group_size: int) -> int:
     """Of union_prepare's shared memory, all but bitmaps and planes."""
-    return FIXED_BYTES + RECORDS * 8 + mask_rows(group_size) * 16
+    return FIXED_BYTES + RECORDS * 8 + mask_rows(group_size) * 16 + PLACE_WORDS * 4
 
 
-def prepare_smem_bytes(group_size: int, pairs: int, context: int, known: bool) -> int:
+def prepare_smem_bytes(group_size: int, pairs: int, context: int, known: bool, blocks_per_sm: int) -> int:
     """Dynamic shared memory of a union_prepare launch, bytes; more than MAX_SMEM_BYTES means not launchable.
 
-    As many rows' bitmaps as a tile has, where they fit; what does not fit takes turns, a row at a time at the least.
+    All that so many blocks an SM can have, which also keeps more of them from sharing one while others idle. What does
+    not fit takes turns, a row at a time at the least.
 
     Args:
         known: whether sequences are about as long as `context`, or that is only what the page table has room for.
     """
     fixed = fixed_smem_bytes(group_size)
     row = 4 * bitmap_words(context)
-    most = MAX_SMEM_BYTES if known else SHARED_SMEM_BYTES
-    return max(fixed + (1 + PLANES) * row, min(most, fixed + (tile_rows(group_size, pairs) + PLANES) * row))
+    share = SM_SMEM_BYTES // blocks_per_sm - 1024
+    if known:  # one turn, if need be with fewer blocks an SM
+        share = min(MAX_SMEM_BYTES, max(share, fixed + (tile_rows(group_size, pairs) + PLANES) * row))
+    return max(fixed + (1 + PLANES) * row, share)
 
 
 def entry_shift(page_tokens: int) -> int:

@@ -68,7 +68,9 @@ class Shape:
     @property
     def shared_memory(self) -> int:
         """Bytes that `union_prepare` takes a block."""
-        return union_layout.prepare_smem_bytes(self.group_size, self.pairs, self.context, self.known)
+        tiles = self.batch * union_layout.tiles_per_sequence(self.rows, self.group_size, self.pairs)
+        each = min(-(-tiles // splits.SM_COUNT), union_layout.PREPARE_BLOCKS)
+        return union_layout.prepare_smem_bytes(self.group_size, self.pairs, self.context, self.known, max(each, 1))
 
     @property
     def fits(self) -> bool:

@@ -113,6 +113,8 @@ class UnionConsumer(UnionItems, UnionTile):
             tSum.fill(0.0)
             tScale.fill(1.0)
             tO.fill(0.0)
+            if gate.at != 0:
+                self.prefetch_gate(tiles, gate, item, tid)
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
@@ -283,6 +285,20 @@ class UnionConsumer(UnionItems, UnionTile):
     def release(self, empty: cute.Pointer, ring: Int32):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty + ring % 2)
+
+    @cute.jit
+    def prefetch_gate(self, tiles: Tiles, gate: Heads, item: Int32, tid: Int32):
+        """Bring the item's gate to the L2: two threads a pair."""
+        tile, kv_head = self.place(tiles, item)
+        start = (tile % tiles.per_sequence) * tiles.tile_pairs
+        pair = start + tid // 2
+        if tid // 2 < tiles.tile_pairs and pair < tiles.seq_len * tiles.group_size:
+            row = pair // tiles.group_size
+            head = pair - row * tiles.group_size + kv_head * tiles.group_size
+            at = gate.at + Int64(tile // tiles.per_sequence) * gate.batch * 2
+            at = at + (Int64(row) * gate.row + Int64(head) * gate.head) * 2 + Int64(tid % 2) * self.head_dim
+            for line in cutlass.range_constexpr(self.head_dim // 128):
+                union_ops.prefetch_l2(at + line * 128)
 
     @cute.jit
     def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):

@@ -16,7 +16,7 @@ from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import ops
 
 THREADS = 256
-ID_ROWS, LIST_ROWS = 12, 6  # rows whose loads a thread has in flight: a word a row of ids, four of a list
+ID_ROWS, LIST_ROWS = 12, 8  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 RECORDS = union_layout.RECORDS
 
 # Shared memory: the fixed part, in bytes.
@@ -117,7 +117,7 @@ class UnionLists:
             for first in cutlass.range(maps.first, maps.last, LIST_ROWS, unroll=1):
                 at = lists.at + Int64(group) * 16 + Int64(first) * lists.row_bytes
                 t = [
-                    union_ops.load_i32x4_if(
+                    union_ops.load_list_x4_if(
                         Int32(first + r < maps.last), aligned, at + Int64(r) * lists.row_bytes, Int32(-1)
                     )
                     for r in range(LIST_ROWS)

@@ -55,12 +55,19 @@ def load_i32x2(addr: Int64) -> tuple:
     )
 
 
-def load_i32x4(addr: Int64) -> tuple:
+def load_i32x4_if(wanted: Int32, addr: Int64) -> tuple:
+    """16 aligned bytes, or anything without a read when `wanted` is 0."""
     return cute.arch.inline_ptx(
-        "ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; "
+        "mov.b32 {$w3}, 0; @p ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}]; }",
         write_only_types=[Int32] * 4,
-        read_only_args=[addr],
+        read_only_args=[wanted, addr],
     )
+
+
+def prefetch_l2(addr: Int64) -> None:
+    """Bring the line to the L2."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
 
 
 def load_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
@@ -72,7 +79,7 @@ def load_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
     )
 
 
-def load_i32x4_if(wanted: Int32, aligned: Int32, addr: Int64, other: Int32) -> tuple:
+def load_list_x4_if(wanted: Int32, aligned: Int32, addr: Int64, other: Int32) -> tuple:
     """Four words, in one read where the address is known to be aligned; `other` without a read when `wanted` is 0."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p, q, one, four; setp.ne.s32 p, {$r0}, 0; setp.ne.s32 q, {$r1}, 0; and.pred one, p, q; "

@@ -48,6 +48,7 @@ class Chunks:
     mask_rows: Int32
     entries: Int64
     masks: Int64
+    places: Int32  # shared: the blocks by place; 0 where they do not fit, and are in `entries` for now
     words: Int32  # of a plane's part in use, a request
 
 
@@ -130,7 +131,7 @@ class UnionPlaces:
     def assign(
         self, maps: Bitmaps, chunks: Chunks, before0: Int32, before1: Int32, each: Int32, count: Int32, tid: Int32
     ):
-        """Write each block of this thread's words to its place, as its number; `union_entries` holds them for now."""
+        """Write each block of this thread's words to its place, as its number."""
         n_shared = before0 & 0xFFFF
         n_a = (before0 >> 16) & 0xFFFF
         n_b = before1 & 0xFFFF
@@ -162,68 +163,88 @@ class UnionPlaces:
                     if n_b < limit:
                         place = (chunks.ns + 2 * (n_b // self.blocks) + 1) * self.blocks + n_b % self.blocks
                     n_b = n_b + 1
-                block = at * 32 + union_ops.count_trailing_zeros(bit)
-                ops.store_global_i32(chunks.entries + Int64(place) * 4, block)
+                self.put_block(chunks, place, at * 32 + union_ops.count_trailing_zeros(bit))
 
     @cute.jit
-    def locate(self, pages: Pages, maps: Bitmaps, block: Int32) -> Int32:
-        """Page << shift | block in the page, of a block's number; -1 for padding and where no page is mapped."""
-        second = maps.pitch * 32
-        packed = Int32(-1)
+    def put_block(self, chunks: Chunks, place: Int32, block: Int32):
+        if chunks.places != 0:
+            ops.store_shared_i32(chunks.places + place * 4, block)
+        else:
+            ops.store_global_i32(chunks.entries + Int64(place) * 4, block)
+
+    @cute.jit
+    def block_at(self, chunks: Chunks, c: Int32, lane: Int32) -> Int32:
+        """The number of a lane's block of chunk c; -1 for padding and past the last chunk."""
+        block = Int32(-1)
+        if lane < self.blocks and c < chunks.total:
+            place = c * self.blocks + lane
+            if chunks.places != 0:
+                block = ops.load_shared_i32(chunks.places + place * 4)
+            else:
+                block = ops.load_global_i32(chunks.entries + Int64(place) * 4)
+        return block
+
+    @cute.jit
+    def look_up(self, pages: Pages, maps: Bitmaps, block: Int32):
+        """The page of a block's number, -1 for padding, and the block's place in it."""
+        page = Int32(-1)
+        inside = block
         if pages.page_blocks == 0:
-            if block >= 0:
-                packed = (pages.batch << pages.shift) | block
+            page = pages.batch if block >= 0 else Int32(-1)
         else:
             table = pages.table
-            inside = block
-            if block >= second:
+            if block >= maps.pitch * 32:
                 table = pages.table2
-                inside = block - second
+                inside = block - maps.pitch * 32
             at = cutlass.max(inside, Int32(0)) // pages.page_blocks
             page = union_ops.load_i32_if(Int32(block >= 0), table + Int64(at) * 4, Int32(-1))
-            if page >= 0 and page < pages.num_pages:
-                packed = (page << pages.shift) | (inside - at * pages.page_blocks)
-        return packed
+            inside = inside - at * pages.page_blocks
+        return page, inside
 
     @cute.jit
     def write_chunks(self, lists: Lists, maps: Bitmaps, pages: Pages, chunks: Chunks, planes: Int32, tid: Int32):
         """A warp a chunk: entries, and a word for each row whose bitmap is there; chunk 0's words to `planes`.
 
-        Rows are written last to first where they take turns, so the entries are the blocks' numbers until row 0.
+        Rows are written last to first where they take turns, so `entries` may hold the blocks' numbers until row 0.
         """
         lane = tid % 32
         end = maps.last if maps.last < lists.live else chunks.mask_rows  # rows past the live ones want nothing
+        block = self.block_at(chunks, tid // 32, lane)
+        page, inside = self.look_up(pages, maps, block)
         for c in cutlass.range(tid // 32, chunks.total, WARPS, unroll=1):
-            at = chunks.entries + Int64(c * self.blocks + lane) * 4
-            block = Int32(-1)
-            if lane < self.blocks:
-                block = ops.load_global_i32(at)
-            packed = self.locate(pages, maps, block)
-            block = block if packed >= 0 else Int32(-1)
+            # The next chunk's reads are under way while this one's words are made.
+            next_block = self.block_at(chunks, c + WARPS, lane)
+            next_page, next_inside = self.look_up(pages, maps, next_block)
+            packed = Int32(-1)  # page << shift | block in the page; padding, too, where no page is mapped
+            if page >= 0 and page < pages.num_pages:
+                packed = (page << pages.shift) | inside
+            else:
+                block = Int32(-1)
             if c == 0:
                 ops.store_shared_i32x2(maps.smem + FIRST + lane * 8, block, packed)
             elif maps.first == 0 and lane < self.blocks:
-                ops.store_global_i32(at, packed * 16 + 15)  # of padding, -1
+                entry = packed * 16 + 15  # of padding, -1
+                ops.store_global_i32(chunks.entries + Int64(c * self.blocks + lane) * 4, entry)
+            bit = Int32(1) << (block & 31) if block >= 0 else Int32(0)
             word_at = cutlass.max(block >> 5, Int32(0))
-            low = Int32(0)
-            high = lists.cut
-            if block >= maps.pitch * 32:
+            bit2 = Int32(0)  # in the second request's rows
+            if word_at >= maps.pitch:
                 word_at = word_at - maps.pitch
-                low = lists.cut
-                high = lists.live
+                bit2 = bit
+                bit = Int32(0)
             bitmap = maps.rows + word_at * 4
-            mask = Int32(1) << (block & 31) if block >= 0 else Int32(0)
             for first in cutlass.range(maps.first, end, 32, unroll=1):
                 mine = Int32(0)
                 for r in cutlass.range(first, cutlass.min(first + 32, maps.last), unroll=4):
                     word = ops.load_shared_i32(bitmap + (r - maps.first) * maps.pitch * 4)
-                    votes = cute.arch.vote_ballot_sync((word & mask != 0) & (r >= low) & (r < high))
+                    votes = cute.arch.vote_ballot_sync(word & (bit if r < lists.cut else bit2) != 0)
                     mine = votes if lane == r - first else mine
                 if first + lane < end:
                     ops.store_global_i32(chunks.masks + Int64(c * chunks.mask_rows + first + lane) * 4, mine)
                     if c == 0:
                         for j in cutlass.range_constexpr(4):
                             ops.store_shared_i32(planes + (j * chunks.mask_rows + first + lane) * 4, mine)
+            block, page, inside = next_block, next_page, next_inside
 
     @cute.jit
     def apply_record(self, maps: Bitmaps, chunks: Chunks, planes: Int32, at: Int32):

@@ -125,6 +125,7 @@ class UnionTile:
             at = o + Int64(row) * o_row + Int64(head) * o_head + Int64((lane % 4) * 16)
             gate_at = gate + Int64(row) * gate_row + Int64(head) * gate_head + Int64((lane % 4) * 16)
             gated = Int32(gate != 0 and pair < live and tSum[j] > 0.0)
+            gates = [union_ops.load_i32x4_if(gated, gate_at + k * 64) for k in range(self.head_dim // 32)]
             for k in cutlass.range_constexpr(self.head_dim // 32):
                 v = [
                     ops.pack_2(
@@ -134,7 +135,7 @@ class UnionTile:
                 ]
                 v = self.transpose_quad(v[0], v[1], v[2], v[3], lane)
                 if gated != 0:
-                    v = self.gate(v, union_ops.load_i32x4(gate_at + k * 64))
+                    v = self.gate(v, gates[k])
                 if pair < live:
                     union_ops.store_i32x4(at + k * 64, v)
             if pair < live and lane % 4 == 0 and lse != 0:
