@@ -206,6 +206,11 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 entry="qsa_cute.kernels.attention.union_rows:UnionRows",
                 tuning=tuple(one for one in _row_gather(paged=False) if "sm_90a" in one.sms),
             ),
+            Kernel(
+                name="union_rows_paged",
+                entry="qsa_cute.kernels.attention.union_rows_paged:UnionRowsPaged",
+                tuning=tuple(one for one in _row_gather(paged=False) if "sm_90a" in one.sms),
+            ),
             _indexer("index_prepare", "prepare:Prepare"),
             _indexer("index_compress", "compress:Compress"),
             _indexer("index_tail_write", "tail_write:TailWrite"),

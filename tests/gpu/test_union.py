@@ -13,7 +13,9 @@ import pytest
 import torch
 from attention_cases import ATOL, DTYPES, Guarded, Output, Prefill, ints, normal, seeded
 from torch import Tensor
+from union_cases import drifting, token_lists
 
+from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.reference import attention as reference
 from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner
@@ -24,6 +26,15 @@ LSE_ATOL = 1e-4  # one token of 2051 too many or too few moves the LSE by 5e-4
 GAIN = 2.0  # of queries: scores that differ enough for a wrong token to show
 BAD_TOKENS = (-(2**31), -2, 2**31 - 1, 1 << 24)
 BAD_BLOCKS = (-(2**31), -2, 2**31 - 1, 1 << 24, 1 << 29, 1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch, request):
+    """Tiles of 128 pairs however few the rows are; a test may ask for others by this parameter."""
+    monkeypatch.setattr(union_layout, "LEAST_PAIRS", getattr(request, "param", union_layout.PAIRS))
+    union_layout.tile_pairs.cache_clear()
+    yield
+    union_layout.tile_pairs.cache_clear()
 
 
 # Cases: what each row selects, as block ids and as the list of tokens that these and the open block stand for.
@@ -76,30 +87,6 @@ class Space:
     def rows_path(self) -> Tensor:
         """bool [tiles]: whether a tile went to the row path, for any KV head."""
         return (self.part("row_path") != 0).any(1)
-
-
-def drifting(rows: int, start: int, tokens: int, top: int, rho: float, generator: torch.Generator) -> Tensor:
-    """int32 [rows, top]: each row's best complete blocks, by scores of which rho remains from row to row."""
-    blocks = torch.full((rows, top), -1, dtype=torch.int32, device=generator.device)
-    score = torch.randn(max(1, tokens // BLOCK_TOKENS), generator=generator, device=generator.device)
-    for row in range(rows):
-        seen = score[: (min(start + row, tokens - 1) + 1) // BLOCK_TOKENS]
-        best = seen.topk(min(top, len(seen))).indices
-        blocks[row, : len(best)] = best.int()
-        noise = torch.randn(score.shape, generator=generator, device=generator.device)
-        score = rho * score + (1 - rho * rho) ** 0.5 * noise
-    return blocks
-
-
-def token_lists(blocks: Tensor, starts: Tensor) -> Tensor:
-    """Block ids [batch, rows, top] and each row's open block as padded lists int32 [batch, rows, 4 * top + 3]."""
-    inside = torch.arange(BLOCK_TOKENS, device=blocks.device)
-    tokens = torch.where(blocks[..., None] < 0, -1, blocks.long()[..., None] * BLOCK_TOKENS + inside).flatten(2)
-    position = starts.long()[:, None] + torch.arange(blocks.shape[1], device=blocks.device)
-    tail = ((position + 1) // BLOCK_TOKENS * BLOCK_TOKENS)[..., None] + inside[:-1]
-    tokens = torch.cat([tokens, torch.where(tail <= position[..., None], tail, -1)], -1)
-    order = (tokens < 0).to(torch.uint8).argsort(dim=-1, stable=True)
-    return tokens.gather(-1, order).clamp(max=2**31 - 1).int()
 
 
 def shared(
@@ -222,6 +209,17 @@ def test_tiles_of_both_kinds_side_by_side() -> None:
     check_shared(with_blocks(case, blocks))
 
 
+@pytest.mark.parametrize("pairs", [32, 64, 96, 100], indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_tiles(kind, pairs) -> None:
+    """Few rows are cut in tiles of fewer pairs; one of 64 leaves the second warpgroup without rows."""
+    case = shared(rows=60, lengths=(2048, 901))
+    check_shared(case, kind)
+    case = with_blocks(replace(case, blocks=case.blocks.clone()), case.blocks)
+    case.blocks[0, 30, 5] = case.blocks[0, 30, 6]
+    check_odd(with_blocks(case, case.blocks), kind)
+
+
 # Shapes.
 
 
@@ -275,6 +273,17 @@ def test_ids_end_at_the_rows_of_k() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_context_of_262144(kind) -> None:
     check_shared(shared(lengths=(262_144,), rows=30, top=512, rho=0.99), kind)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(12, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["counted", "blocks"])
+def test_bitmaps_that_take_turns(group, kv_heads, kind) -> None:
+    """More rows than shared memory holds bitmaps of a million tokens, and a tile with a duplicate among them."""
+    case = shared(group=group, kv_heads=kv_heads, lengths=(1_000_000,), rows=70, top=64, rho=0.99)
+    check_shared(case, kind)
+    blocks = case.blocks.clone()
+    blocks[0, 5, 3] = blocks[0, 5, 4]
+    check_odd(with_blocks(case, blocks), kind)
 
 
 @pytest.mark.parametrize("head_dim", [256, 128])

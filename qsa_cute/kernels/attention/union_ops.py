@@ -14,12 +14,12 @@ def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
     cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[dst, src, size])
 
 
-def tma_load_3d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, barrier: Int32) -> None:
+def tma_load_4d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, c3: Int32, barrier: Int32) -> None:
     """A box of a tensor map to shared memory; its bytes complete on `barrier`. Elements out of bounds become 0."""
     cute.arch.inline_ptx(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}];",
-        read_only_args=[dst, tensor_map, c0, c1, c2, barrier],
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];",
+        read_only_args=[dst, tensor_map, c0, c1, c2, c3, barrier],
     )
 
 
@@ -34,17 +34,6 @@ def bulk_load(dst: Int32, src: Int64, size: Int32, barrier: Int32) -> None:
 def acquire_tensor_map(tensor_map: Int64) -> None:
     """Make a tensor map that a kernel wrote visible to this thread's TMA copies."""
     cute.arch.inline_ptx("fence.proxy.tensormap::generic.acquire.gpu [{$r0}], 128;", read_only_args=[tensor_map])
-
-
-def replace_map_field(tensor_map: Int32, field: str, value) -> None:
-    """Set a field of the tensor map at a shared address: `.field, ordinal` or `.field` of tensormap.replace."""
-    width = "b64" if field.startswith(("global_address", "global_stride")) else "b32"
-    name, _, ordinal = field.partition(" ")
-    operand = f"{ordinal}, " if ordinal else ""
-    cute.arch.inline_ptx(
-        f"tensormap.replace.tile.{name}.shared::cta.b1024.{width} [{{$r0}}], {operand}{{$r1}};",
-        read_only_args=[tensor_map, value],
-    )
 
 
 def publish_tensor_map(dst: Int64, src: Int32) -> None:
@@ -66,12 +55,40 @@ def load_i32x2(addr: Int64) -> tuple:
     )
 
 
+def load_i32x4_if(wanted: Int32, addr: Int64) -> tuple:
+    """16 aligned bytes, or anything without a read when `wanted` is 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; "
+        "mov.b32 {$w3}, 0; @p ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}]; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[wanted, addr],
+    )
+
+
+def prefetch_l2(addr: Int64) -> None:
+    """Bring the line to the L2."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
+
+
 def load_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
     """The word at `addr`, or `other` without a read when `wanted` is 0; branch-free, so that loads overlap."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.b32 {$w0}, {$r2}; @p ld.global.nc.b32 {$w0}, [{$r1}]; }",
         write_only_types=[Int32],
         read_only_args=[wanted, addr, other],
+    )
+
+
+def load_list_x4_if(wanted: Int32, aligned: Int32, addr: Int64, other: Int32) -> tuple:
+    """Four words, in one read where the address is known to be aligned; `other` without a read when `wanted` is 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p, q, one, four; setp.ne.s32 p, {$r0}, 0; setp.ne.s32 q, {$r1}, 0; and.pred one, p, q; "
+        "not.pred q, q; and.pred four, p, q; mov.b32 {$w0}, {$r3}; mov.b32 {$w1}, {$r3}; mov.b32 {$w2}, {$r3}; "
+        "mov.b32 {$w3}, {$r3}; @one ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r2}]; "
+        "@four ld.global.nc.b32 {$w0}, [{$r2}]; @four ld.global.nc.b32 {$w1}, [{$r2}+4]; "
+        "@four ld.global.nc.b32 {$w2}, [{$r2}+8]; @four ld.global.nc.b32 {$w3}, [{$r2}+12]; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[wanted, aligned, addr, other],
     )
 
 
@@ -104,6 +121,10 @@ def fetch_add_shared(addr: Int32, value: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "atom.shared.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[addr, value]
     )
+
+
+def max_shared(addr: Int32, value: Int32) -> None:
+    cute.arch.inline_ptx("red.shared.max.s32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
 def count_trailing_zeros(word: Int32) -> Int32:

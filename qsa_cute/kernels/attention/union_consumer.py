@@ -1,0 +1,331 @@
+"""The consumer warpgroups of `union_prefill`: a tile's chunks in turn, P V of one under the softmax of the next."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from qsa_cute.kernels.attention import union_ops
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX
+from qsa_cute.kernels.attention.union_items import Tiles, UnionItems
+from qsa_cute.kernels.attention.union_tile import PAIRS, UnionTile
+from qsa_cute.kernels.common import ops
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Q, O or the gate: address (0: no gate), and strides in elements."""
+
+    at: Int64
+    batch: Int64
+    row: Int64
+    head: Int64
+
+
+class UnionConsumer(UnionItems, UnionTile):
+    @cute.jit
+    def consume(
+        self,
+        tiles: Tiles,
+        q: Heads,
+        o: Heads,
+        gate: Heads,
+        lse: Int64,
+        row_path: Int64,
+        scale_log2: Float32,
+        operands,
+        q_smem: Int32,
+        sMasks: Int32,
+        bars,
+        tid: Int32,
+    ):
+        """`operands` are Q, K and V transposed in shared memory; `q_smem` and `sMasks` addresses in it."""
+        sQ, sK, sVt = operands
+        group_size = tiles.group_size
+        all_heads = tiles.num_kv_heads * group_size
+        k_full, k_empty, v_full, v_empty = bars
+        qk_mma = hopper.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+            Float32,
+            atom_layout_mnk=(2, 1, 1),
+            tiler_mn=(64, self.tile),
+        )
+        pv_mma = hopper.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.MN,
+            Float32,
+            atom_layout_mnk=(2, 1, 1),
+            tiler_mn=(64, self.head_dim),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        wg = cute.arch.make_warp_uniform(tid // 128)
+        lane = tid % 32
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        qk_slice = qk_mma.get_slice(wg * 128)
+        pv_slice = pv_mma.get_slice(wg * 128)
+        tSrQ = qk_slice.make_fragment_A(qk_slice.partition_A(sQ))
+        tSrK = qk_slice.make_fragment_B(qk_slice.partition_B(sK))
+        tOrV = pv_slice.make_fragment_B(pv_slice.partition_B(sVt))
+        accS = cute.make_rmem_tensor(qk_slice.partition_shape_C((PAIRS, self.tile)), Float32)
+        accO = cute.make_rmem_tensor(pv_slice.partition_shape_C((PAIRS, self.head_dim)), Float32)
+        tOrP = pv_slice.make_fragment_A(pv_slice.partition_shape_A((PAIRS, self.tile)))
+        tS = cute.make_tensor(accS.iterator, cute.make_layout(self.tile // 2))
+        tO = cute.make_tensor(accO.iterator, cute.make_layout(self.head_dim // 2))
+        tP = cute.make_tensor(cute.recast_ptr(tOrP.iterator, dtype=Int32), cute.make_layout(self.tile // 4))
+        tMax = cute.make_rmem_tensor((2,), Float32)
+        tSum = cute.make_rmem_tensor((2,), Float32)
+        tScale = cute.make_rmem_tensor((2,), Float32)
+
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        half = (lane % 4) // 2  # a lane's columns 8 i + 2 (lane % 4) lie in block 2 i + half
+        pair0 = warp * 16 + lane // 4
+        ring = Int32(0)
+        k_phases = Int32(0)
+        v_phases = Int32(0)
+        item, ns, pairs = self.find_item(tiles, block)
+        if item < tiles.num_tiles * tiles.num_kv_heads:
+            self.load_q(tiles, q, q_smem, item, warp, lane)
+        while item < tiles.num_tiles * tiles.num_kv_heads:
+            tile, kv_head = self.place(tiles, item)
+            # Mask words of this lane's two rows, counted from the tile's first row.
+            start = (tile % tiles.per_sequence) * tiles.tile_pairs
+            row0 = start // group_size
+            m0 = (start + pair0) // group_size - row0
+            to_m1 = ((start + pair0 + 8) // group_size - row0 - m0) * 4
+            # Chunk 0 has words for each of a block's tokens, `plane` bytes apart.
+            plane = tiles.mask_rows * 4
+            at = tiles.first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(tiles.mask_rows) + Int64(m0)) * 4
+            w0 = union_ops.load_i32(at)
+            w0_odd = union_ops.load_i32(at + Int64(plane))
+            w1 = union_ops.load_i32(at + Int64(to_m1))
+            w1_odd = union_ops.load_i32(at + Int64(to_m1 + plane))
+            at0 = sMasks + m0 * 4
+            tMax.fill(EMPTY_MAX)
+            tSum.fill(0.0)
+            tScale.fill(1.0)
+            tO.fill(0.0)
+            if gate.at != 0:
+                self.prefetch_gate(tiles, gate, item, tid)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+
+            k_phases = self.wait(k_full, ring % 2, k_phases)
+            self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, ring % 2], True)
+            warpgroup.wait_group(0)
+            self.release(k_empty, ring)
+            self.apply_masks(tS, w0 >> half, w0_odd >> half, w1 >> half, w1_odd >> half)
+            self.softmax(tS, tMax, tSum, tScale, scale_log2)
+
+            flying = Int32(-1)  # the chunk whose P V is in flight
+            done = ring  # the chunk whose P V comes next, and its barrier
+            done_full = ring % 2
+            for i in cutlass.range(1, ns + pairs, unroll=1):
+                next_chunk = ring + i
+                next_full = next_chunk % 2
+                if i >= ns:
+                    next_chunk = next_chunk + i - ns + wg
+                    next_full = 2 + wg
+                k_phases, v_phases = self.step(
+                    qk_mma,
+                    pv_mma,
+                    accS,
+                    accO,
+                    tSrQ,
+                    tSrK,
+                    tOrP,
+                    tOrV,
+                    tS,
+                    tO,
+                    tP,
+                    tMax,
+                    tSum,
+                    tScale,
+                    half,
+                    at0,
+                    to_m1,
+                    next_chunk,
+                    next_full,
+                    done,
+                    done_full,
+                    flying,
+                    bars,
+                    k_phases,
+                    v_phases,
+                    scale_log2,
+                )
+                flying = done
+                done = next_chunk
+                done_full = next_full
+            self.finish(flying, v_empty, tS, tP)
+            next_item, next_ns, next_pairs = self.find_item(tiles, item + step)
+            cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)  # the warpgroup is done with Q
+            if next_item < tiles.num_tiles * tiles.num_kv_heads:
+                self.load_q(tiles, q, q_smem, next_item, warp, lane)
+            self.rescale(tO, tScale)
+            v_phases = self.wait(v_full, done_full, v_phases)
+            self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, done % 2], False)
+            warpgroup.wait_group(0)
+            self.release(v_empty, done)
+            ring = ring + ns + 2 * pairs
+
+            self.check_finite(tO, row_path + Int64(tile * tiles.num_kv_heads + kv_head) * 4, lane)
+            for j in cutlass.range_constexpr(2):
+                tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=1)
+                tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=2)
+            batch = tile // tiles.per_sequence
+            head = Int64(kv_head * group_size)
+            o_base = o.at + (Int64(batch) * o.batch + head * o.head) * 2
+            gate_base = Int64(0)
+            if gate.at != 0:
+                gate_base = gate.at + (Int64(batch) * gate.batch + head * gate.head) * 2
+            lse_base = Int64(0)
+            if lse != 0:
+                lse_base = lse + (Int64(batch) * Int64(tiles.seq_len) * Int64(all_heads) + head) * 4
+            live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs)
+            self.store(
+                tO,
+                tMax,
+                tSum,
+                o_base,
+                o.row * 2,
+                o.head * 2,
+                gate_base,
+                gate.row * 2,
+                gate.head * 2,
+                lse_base,
+                all_heads,
+                start,
+                live,
+                group_size,
+                scale_log2,
+                pair0,
+                lane,
+            )
+            item, ns, pairs = next_item, next_ns, next_pairs
+
+    @cute.jit
+    def step(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        accS: cute.Tensor,
+        accO: cute.Tensor,
+        tSrQ: cute.Tensor,
+        tSrK: cute.Tensor,
+        tOrP: cute.Tensor,
+        tOrV: cute.Tensor,
+        tS: cute.Tensor,
+        tO: cute.Tensor,
+        tP: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        tScale: cute.Tensor,
+        half: Int32,
+        at0: Int32,
+        to_m1: Int32,
+        k: Int32,
+        k_bar: Int32,
+        v: Int32,
+        v_bar: Int32,
+        flying: Int32,
+        bars,
+        k_phases: Int32,
+        v_phases: Int32,
+        scale_log2: Float32,
+    ):
+        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's; the new phases."""
+        k_full, k_empty, v_full, v_empty = bars
+        self.finish(flying, v_empty, tS, tP)
+        k_phases = self.wait(k_full, k_bar, k_phases)
+        w0 = ops.load_shared_i32(at0 + k % 2 * (PAIRS * 4)) >> half
+        w1 = ops.load_shared_i32(at0 + to_m1 + k % 2 * (PAIRS * 4)) >> half
+        self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, k % 2], True)
+        self.rescale(tO, tScale)
+        v_phases = self.wait(v_full, v_bar, v_phases)
+        self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v % 2], False)
+        warpgroup.wait_group(1)
+        self.release(k_empty, k)
+        self.apply_masks(tS, w0, w0, w1, w1)
+        self.softmax(tS, tMax, tSum, tScale, scale_log2)
+        return k_phases, v_phases
+
+    @cute.jit
+    def finish(self, flying: Int32, v_empty: cute.Pointer, tS: cute.Tensor, tP: cute.Tensor):
+        """Wait for the P V in flight, if any, and put the new P in its operand's place.
+
+        This opens a step, rather than closing the one before, because ptxas hoists the wait over a softmax in the
+        same basic block, and then nothing overlaps.
+        """
+        warpgroup.wait_group(0)
+        if flying >= 0:
+            self.release(v_empty, flying)
+        self.pack(tS, tP)
+
+    @cute.jit
+    def wait(self, full: cute.Pointer, index: Int32, phases: Int32) -> Int32:
+        """Wait for the next arrival on a barrier, of which bit `index` of `phases` is the parity; the new phases.
+
+        A parity tells only neighbours apart, so each waiter must see every phase. Chunks of one warpgroup alone
+        therefore have barriers of their own: the other could miss two of them.
+        """
+        cute.arch.mbarrier_wait(full + index, (phases >> index) & 1)
+        return phases ^ (1 << index)
+
+    @cute.jit
+    def release(self, empty: cute.Pointer, ring: Int32):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + ring % 2)
+
+    @cute.jit
+    def prefetch_gate(self, tiles: Tiles, gate: Heads, item: Int32, tid: Int32):
+        """Bring the item's gate to the L2: two threads a pair."""
+        tile, kv_head = self.place(tiles, item)
+        start = (tile % tiles.per_sequence) * tiles.tile_pairs
+        pair = start + tid // 2
+        if tid // 2 < tiles.tile_pairs and pair < tiles.seq_len * tiles.group_size:
+            row = pair // tiles.group_size
+            head = pair - row * tiles.group_size + kv_head * tiles.group_size
+            at = gate.at + Int64(tile // tiles.per_sequence) * gate.batch * 2
+            at = at + (Int64(row) * gate.row + Int64(head) * gate.head) * 2 + Int64(tid % 2) * self.head_dim
+            for line in cutlass.range_constexpr(self.head_dim // 128):
+                union_ops.prefetch_l2(at + line * 128)
+
+    @cute.jit
+    def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
+        """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
+        tile, kv_head = self.place(tiles, item)
+        start = (tile % tiles.per_sequence) * tiles.tile_pairs
+        group_size = tiles.group_size
+        live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs) - warp * 16
+        row = (start + warp * 16) // group_size
+        head = start + warp * 16 - row * group_size
+        mine = (head + lane % 16) // group_size
+        # Elements from the warp's first row to pair lane % 16.
+        offset = mine * Int32(q.row) + (head + lane % 16 - mine * group_size) * Int32(q.head)
+        chunks = self.head_dim // 8  # 16-byte pieces of a row; a warp copies 32 at a time
+        at_once = 32 // chunks
+        piece = lane % chunks
+        base = q.at + (Int64(tile // tiles.per_sequence) * q.batch + Int64(kv_head * group_size) * q.head) * 2
+        base = base + Int64(row) * q.row * 2 + Int64(piece) * 16
+        dst = q_smem + (piece // 8) * (PAIRS * 128) + (warp * 16 + lane // chunks) * 128
+        swizzled = ((piece % 8) ^ (lane // chunks)) * 16
+        for j in cutlass.range_constexpr(16 // at_once):
+            m = j * at_once + lane // chunks
+            src = base + Int64(cute.arch.shuffle_sync(offset, offset=m)) * 2
+            wanted = m < live
+            union_ops.cp_async_16(
+                dst + j * at_once * 128 + (swizzled ^ (j * at_once % 8 * 16)),
+                src if wanted else base,
+                Int32(16) if wanted else Int32(0),
+            )
+        cute.arch.cp_async_commit_group()
