@@ -262,9 +262,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                     {"rows": 8, "warps": 4, "stages": 4},
                 ),
             ),
-            _indexer(
-                "paged_scores_prefill", "paged_scores_prefill:PagedScoresPrefill", tensor_core="HMMA", fp8=({},)
-            ),
+            _indexer("paged_scores_prefill", "paged_scores_prefill:PagedScoresPrefill", tensor_core="HMMA", fp8=({},)),
             _indexer(
                 "paged_scores_wgmma",
                 "paged_scores_wgmma:PagedScoresWgmma",
@@ -273,7 +271,12 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tensor_core="HGMMA",
                 fp8=({"groups": 2, "stages": 4},),
             ),
-            _indexer("expand_counted", "expand_counted:ExpandCounted"),
+            Kernel(
+                "expand_counted",
+                "qsa_cute.kernels.indexer.expand_counted:ExpandCounted",
+                (Tuning({}, SMS, (geometry.INDEX_HEAD_DIM,), ("bf16",)),),  # ids have no type
+                tensor_core="",
+            ),
             Kernel("select", "qsa_cute.kernels.indexer.select:Select", _SELECT, tensor_core=""),
             _indexer(
                 "select_held",

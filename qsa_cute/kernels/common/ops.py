@@ -66,15 +66,11 @@ def mma_32_bytes(dtype: str, a: tuple, b: tuple, c: tuple) -> tuple:
 
 def split_i64(value: Int64) -> tuple:
     """The low and the high word."""
-    return cute.arch.inline_ptx(
-        "mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32] * 2, read_only_args=[value]
-    )
+    return cute.arch.inline_ptx("mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32] * 2, read_only_args=[value])
 
 
 def join_i64(low: Int32, high: Int32) -> Int64:
-    return cute.arch.inline_ptx(
-        "mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high]
-    )
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high])
 
 
 def pack_2(dtype: str, low: Float32, high: Float32) -> Int32:

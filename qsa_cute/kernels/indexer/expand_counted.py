@@ -28,7 +28,6 @@ PARAMS = (
     i32("positions_step"),
     i64("out_stride_row"),
     i64("blocks_stride_row"),
-    i64("blocks_stride_column"),
 )
 
 
@@ -56,7 +55,6 @@ class ExpandCounted:
         positions_step: Int32,
         out_stride_row: Int64,
         blocks_stride_row: Int64,
-        blocks_stride_column: Int64,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -68,7 +66,6 @@ class ExpandCounted:
             positions_step,
             out_stride_row,
             blocks_stride_row,
-            blocks_stride_column,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream)
 
     @cute.kernel
@@ -82,7 +79,6 @@ class ExpandCounted:
         positions_step: Int32,
         out_stride_row: Int64,
         blocks_stride_row: Int64,
-        blocks_stride_column: Int64,
     ):
         early.begin()
         row, _, _ = cute.arch.block_idx()
@@ -97,7 +93,7 @@ class ExpandCounted:
         aligned = out % 16 == 0
         # Piece i is columns 4i .. 4i + 3; the last one ends with the count.
         for i in cutlass.range(tid, top_blocks + 1, self.threads, unroll=4):
-            block = ops.load_global_i32_if(Int32(i < chosen), ids + Int64(i) * blocks_stride_column * 4, Int32(-1))
+            block = ops.load_global_i32_if(Int32(i < chosen), ids + Int64(i) * 4, Int32(-1))
             tokens = []
             for e in cutlass.range_constexpr(BLOCK_TOKENS):
                 past = (i - chosen) * BLOCK_TOKENS + e

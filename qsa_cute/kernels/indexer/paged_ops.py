@@ -65,9 +65,7 @@ class PagedKeys:
     @cute.jit
     def copy(self, dst: Int32, low: Int32, high: Int32, lane: Int32, offset: Int32):
         """Start copying 16 bytes, `offset` into the key that `lane` located; zeros, unread, where it has none."""
-        found = ops.join_i64(
-            cute.arch.shuffle_sync(low, offset=lane), cute.arch.shuffle_sync(high, offset=lane)
-        )
+        found = ops.join_i64(cute.arch.shuffle_sync(low, offset=lane), cute.arch.shuffle_sync(high, offset=lane))
         live = found != 0
         ops.cp_async_16(dst, (found if live else self.base) + Int64(offset), Int32(16) if live else Int32(0))
 

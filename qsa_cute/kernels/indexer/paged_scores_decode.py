@@ -222,9 +222,7 @@ class PagedScoresDecode:
                         )
 
     @cute.jit
-    def gather(
-        self, slot: Int32, keys: PagedKeys, page: Int32, token: Int32, column: Int32, seen: Int32, lane: Int32
-    ):
+    def gather(self, slot: Int32, keys: PagedKeys, page: Int32, token: Int32, column: Int32, seen: Int32, lane: Int32):
         """Start copying a step's keys, column 4l + 2t + e to row 16t + 8e + l; those not seen become zeros, unread."""
         low, high = keys.locate(page, token, column + lane < seen)
         chunk = lane % self.chunks
