@@ -97,10 +97,11 @@ def _find(key: tuple[Any, ...], make: Callable[[], _Call]) -> _Call:
 
 
 def _load(device: int, dtype: str, stream: int) -> None:
+    """Load what calls of this type may run, once; "" is what has no type, which comes with any."""
     if (device, dtype) not in _loaded:
         with torch.cuda.device(device):
-            PagedSelectRunner.preflight(dtype, stream, device)
-        _loaded.add((device, dtype))
+            PagedSelectRunner.preflight(dtype or "bf16", stream, device)
+        _loaded.update({(device, dtype), (device, "")})
 
 
 def _sm(device: int) -> str:
@@ -186,7 +187,7 @@ def _expand(
         device=binder.device,
     )
     if rows:
-        _load(binder.device, "bf16", stream)
+        _load(binder.device, "", stream)
     return _Call(0, lambda _: (launch,))
 
 
