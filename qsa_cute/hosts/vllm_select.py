@@ -24,6 +24,7 @@ from qsa_cute.runners.dispatch import capability
 from qsa_cute.runners.indexer_launch import Launch
 from qsa_cute.runners.paged_select import (
     ITEM_BYTES,
+    SELECT_DTYPE,
     TOKEN_TOP_K,
     ExpandCounted,
     PagedScores,
@@ -111,11 +112,11 @@ def _sm(device: int) -> str:
 def _run(call: _Call, like: Tensor) -> None:
     if not call.words:
         for launch in call.at(0):
-            launch.run(None)
+            launch.run(SELECT_DTYPE)
         return
     scratch = torch.empty(call.words, dtype=torch.float32, device=like.device)
     for launch in call.at(scratch.data_ptr()):
-        launch.run(None)
+        launch.run(SELECT_DTYPE)
 
 
 # Expansion.
@@ -464,9 +465,11 @@ def warmup_qsa_mqa_paged_decode(
     )
     if profiles:
         binder = Binder()
-        element = checks.dtype_name(k_cache.dtype)
-        element = element if element in ITEM_BYTES else "bf16"
-        binder.take("k_cache", k_cache, f"pages page_size 1 {head_dim}", element)
+        stored = checks.dtype_name(k_cache.dtype) or ""
+        element = {"u8": "fp8_e4m3"}.get(
+            stored, stored if stored in ITEM_BYTES else "bf16"
+        )  # u8: an e4m3 cache's bytes
+        binder.take("k_cache", k_cache, f"pages page_size 1 {head_dim}", "u8" if stored == "u8" else element)
         shape = (num_heads, head_dim, k_cache.shape[1], TOKEN_TOP_K, geometry.BLOCK_TOKENS, _sm(binder.device), element)
         require(PagedSelectRunner.can_implement(*shape, profiles[-1][0]))
         _load(binder.device, element, _stream(k_cache.device))
