@@ -191,6 +191,12 @@ _SELECT = tuple(
     )
 )
 
+_PAGED_DECODE = (
+    {"rows": 2, "warps": 2, "stages": 2},
+    {"rows": 4, "warps": 2, "stages": 2},
+    {"rows": 8, "warps": 4, "stages": 2},
+)
+
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         kernel.name: kernel
@@ -252,15 +258,9 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             _indexer(
                 "paged_scores_decode",
                 "paged_scores_decode:PagedScoresDecode",
-                {"rows": 4, "warps": 1, "stages": 2},
-                {"rows": 4, "warps": 2, "stages": 2},
-                {"rows": 8, "warps": 4, "stages": 2},
+                *_PAGED_DECODE,
                 tensor_core="HMMA",
-                fp8=(
-                    {"rows": 4, "warps": 1, "stages": 4},
-                    {"rows": 4, "warps": 2, "stages": 4},
-                    {"rows": 8, "warps": 4, "stages": 4},
-                ),
+                fp8=_PAGED_DECODE,
             ),
             _indexer("paged_scores_prefill", "paged_scores_prefill:PagedScoresPrefill", tensor_core="HMMA", fp8=({},)),
             _indexer(

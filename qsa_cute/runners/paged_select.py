@@ -18,13 +18,11 @@ from qsa_cute.runners import checks, dispatch
 from qsa_cute.runners.dispatch import SM90, Baked, capability
 from qsa_cute.runners.indexer_launch import Launch, addresses, place, wanted
 from qsa_cute.runners.indexer_select import (
-    DECODE,
     MAX_QUERY_LEN,
     MMA_ROWS,
     PREFILL_SPLITS,
     PREFILL_TARGET,
     Select,
-    decode_choice,
     decode_kernels,
 )
 from qsa_cute.runtime import Wanted, default_loader
@@ -37,6 +35,11 @@ TOKEN_TOP_K = geometry.TOP_BLOCKS * geometry.BLOCK_TOKENS
 MAX_COLUMNS = checks.INT32_MAX // geometry.BLOCK_TOKENS  # lengths are tokens in int32
 STEP = 64  # columns that a thread block of the prefill scores at once
 WGMMA_ROWS = 64 * KERNELS["paged_scores_wgmma"].tuning[0].baked["groups"]
+# Grids of decode, measured on an H200 (docs/lab-vllm-select.md).
+DECODE_ROWS = {2: 2, 4: 2, 8: 4}  # query rows baked -> warps of a thread block
+DECODE_STEP = 32  # columns that a warp scores at once
+DECODE_SHARES = (16, 256)  # of a request's columns, least and most
+DECODE_BLOCKS = 8192  # thread blocks from which on more shares only cost
 SELECT_DTYPE = "bf16"  # whose artifact the kernels without a type of their own are
 
 
@@ -132,6 +135,14 @@ class PagedScoresDecode(_PagedLaunch):
         if self.grid:
             kernel: Any = default_loader().peek(self._wanted, self.device, self.stream)
             kernel.launch(self, self.grid, self.stream)
+
+
+def decode_choice(query_len: int, requests: int, columns: int) -> tuple[Baked, int]:
+    """(baked constants, shares of a request's columns) of the decode scores."""
+    rows, warps = next(entry for entry in DECODE_ROWS.items() if query_len <= entry[0])
+    least, most = DECODE_SHARES
+    shares = min(most, max(least, DECODE_BLOCKS // max(1, requests)), -(-columns // (DECODE_STEP * warps)))
+    return (("rows", rows), ("warps", warps)), shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,8 +346,7 @@ class PagedSelectRunner:
 def paged_kernels(sm90: bool, dtype: object) -> list[Wanted]:
     """What scores, selection and expansion may run."""
     scores: list[tuple[str, Baked]] = [("paged_scores_wgmma" if sm90 else "paged_scores_prefill", ())]
-    decode = dict.fromkeys((("rows", rows), ("warps", warps)) for rows, _, warps, _ in DECODE)
-    scores += [("paged_scores_decode", baked) for baked in decode]
+    scores += [("paged_scores_decode", decode_choice(rows, 1, 1)[0]) for rows in DECODE_ROWS]
     typeless = [("expand_counted", ()), *(each for each in decode_kernels(sm90) if each[0].startswith("select"))]
     return [wanted(name, dtype, baked) for name, baked in scores] + [
         wanted(name, SELECT_DTYPE, baked) for name, baked in typeless

@@ -19,6 +19,8 @@ from qsa_cute.reference import paged_select as reference
 from qsa_cute.runners.checks import dtype_name
 from qsa_cute.runners.paged_select import PagedScores, PagedScoresDecode
 
+# wgmma's fp8 sums keep about 14 bits of the largest addend: up to 0.015 on logits of up to 60, as vLLM's own.
+FP8_WGMMA_ATOL = 3e-2
 PAGES = (4, 12, 196, 392, 400, 800, 1952)
 TYPES = pytest.mark.parametrize("dtype", DTYPES)
 RAGGED = (  # what each row sees, request by request
@@ -79,14 +81,14 @@ def prefill_scores(case: Paged, algorithm: str | None = None, columns: int | Non
     return logits, lengths
 
 
-def check_scores(found: Guarded, lengths: Guarded, want: Tensor) -> None:
+def check_scores(found: Guarded, lengths: Guarded, want: Tensor, atol: float = LOGIT_ATOL) -> None:
     """Within tolerance of FP64 logits, and unwritten where those are NaN."""
     found.check()
     lengths.check()
     unseen = want.isnan()
     assert (bits(found.tensor)[unseen] == -1).all(), "a logit that the row does not see was written"
     assert torch.equal(lengths.tensor, RATIO * (~unseen).sum(1).int())
-    torch.testing.assert_close(found.tensor[~unseen].double(), want[~unseen], rtol=LOGIT_RTOL, atol=LOGIT_ATOL)
+    torch.testing.assert_close(found.tensor[~unseen].double(), want[~unseen], rtol=LOGIT_RTOL, atol=atol)
 
 
 # Scores.
@@ -106,7 +108,8 @@ def test_scores_decode(dtype, page, query_len):
 @pytest.mark.parametrize("page", PAGES)
 def test_scores_prefill(dtype, algorithm, page):
     case = short_rows(paged(dtype, page, RAGGED, base=1000, seed=page, broken=page in (196, 392)))
-    check_scores(*prefill_scores(case, algorithm), case.logits())
+    atol = FP8_WGMMA_ATOL if dtype == "fp8" and algorithm == "wgmma" else LOGIT_ATOL
+    check_scores(*prefill_scores(case, algorithm), case.logits(), atol)
 
 
 @pytest.mark.parametrize("algorithm", ["mma", "wgmma"])
@@ -363,7 +366,8 @@ def check_against(found: Tensor, theirs: Tensor, case: Paged) -> None:
     """Our ids against a stable selection of their logits."""
     logits = case.logits(theirs.shape[1])
     seen = ~logits.isnan()
-    torch.testing.assert_close(theirs[seen].double(), logits[seen], rtol=LOGIT_RTOL, atol=LOGIT_ATOL)
+    atol = FP8_WGMMA_ATOL if case.q.dtype == torch.float8_e4m3fn else LOGIT_ATOL
+    torch.testing.assert_close(theirs[seen].double(), logits[seen], rtol=LOGIT_RTOL, atol=atol)
     want = reference.select(torch.where(seen, theirs, -1.0), seen.sum(1))
     torch.testing.assert_close(values(found, logits), values(want, logits), rtol=1e-3, atol=1e-3)
 

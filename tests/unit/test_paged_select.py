@@ -408,8 +408,8 @@ def test_warmup_checks_and_loads(monkeypatch):
     assert host.warmup_qsa_mqa_paged_decode(cache, table, **shape, max_decode_query_len=0, **limits) == ()
     with pytest.raises(UnsupportedError, match="9 query tokens"):
         host.warmup_qsa_mqa_paged_decode(cache, table, **shape, max_decode_query_len=9, **limits)
+    shape["num_heads"] = 6
     with pytest.raises(UnsupportedError, match="6 indexer heads"):
-        shape["num_heads"] = 6
         host.warmup_qsa_mqa_paged_decode(cache, table, **shape, max_decode_query_len=1, **limits)
 
 

@@ -4,7 +4,7 @@
              (p + 1) % 4 tokens of the open block of position p = query_positions[r], -1 up to the last column,
              and there the number of the tokens before it
 
-An id below 0 gives -1. What is past the ids that count is not read.
+An id below 0 gives -1.
 
 Grid: (rows). A thread stores a block's four tokens at once where rows are 16-byte aligned. Positions are int32 or the
 low words of int64: `positions_step` words apart.
@@ -93,7 +93,8 @@ class ExpandCounted:
         aligned = out % 16 == 0
         # Piece i is columns 4i .. 4i + 3; the last one ends with the count.
         for i in cutlass.range(tid, top_blocks + 1, self.threads, unroll=4):
-            block = ops.load_global_i32_if(Int32(i < chosen), ids + Int64(i) * 4, Int32(-1))
+            # Read before it is known which count: one latency instead of two.
+            block = ops.load_global_i32_if(Int32(i < top_blocks), ids + Int64(i) * 4, Int32(-1))
             tokens = []
             for e in cutlass.range_constexpr(BLOCK_TOKENS):
                 past = (i - chosen) * BLOCK_TOKENS + e

@@ -24,6 +24,14 @@ def head_sum(s0: Float32, s1: Float32, s2: Float32, s3: Float32) -> Float32:
 
 
 @cute.jit
+def pair_sum(s0: Float32, s1: Float32) -> Float32:
+    """`head_sum` in the odd lanes, whose scores are of heads 2 and 3; the lane below has heads 0 and 1."""
+    zero = Float32(0.0)
+    high0, high1 = cute.arch.fmax(s0, zero), cute.arch.fmax(s1, zero)
+    return cute.arch.shuffle_sync_bfly(high0 + high1, offset=1) + high0 + high1
+
+
+@cute.jit
 def pair_row(linear: Int32) -> Int32:
     """Where (row, head) number `linear` of a tile lies among the rows of sQ: `scores_ops.q_rows`, in bits."""
     row = linear >> 2
@@ -51,8 +59,11 @@ class PagedKeys:
     def fetch(self, column: Int32):
         """Start reading a column's page: (page, token in it), page -1 for a column outside the table."""
         slot = column // self.page_size
-        page = ops.load_global_i32_if(Int32(column < self.num_columns), self.table + Int64(slot) * 4, Int32(-1))
-        return page, column - slot * self.page_size
+        return self.read_table(slot, column), column - slot * self.page_size
+
+    @cute.jit
+    def read_table(self, slot: Int32, column: Int32) -> Int32:
+        return ops.load_global_i32_if(Int32(column < self.num_columns), self.table + Int64(slot) * 4, Int32(-1))
 
     @cute.jit
     def locate(self, page: Int32, token: Int32, live):
@@ -74,13 +85,6 @@ class PagedKeys:
 class RequestTile:
     """Consecutive query rows of one request. Row i sees the columns below its limit; rows past the tile see none."""
 
-    request: Int32
-    first: Int32  # row 0 among all query rows
-    count: Int32  # rows; 0 for an empty tile
-    q: Int64  # address of row 0, head 0
-    q_row: Int64  # bytes
-    q_head: Int64  # bytes
-    heads: Int32
     logits: Int64  # address of row 0, column 0
     stride: Int64  # bytes between rows of logits
     limits: Int32  # shared address of the rows' limits
@@ -92,21 +96,25 @@ class RequestTile:
         return ops.load_shared_i32(self.limits + row * 4)
 
     @cute.jit
-    def copy_query(self, dst: Int32, linear: Int32, offset: Int32):
-        """Start copying 16 bytes of (row, head) number `linear`; rows past the tile and absent heads are zeros."""
-        row = linear >> 2
-        head = linear & 3
-        live = head < self.heads and row < self.count
-        src = self.q + Int64(row if live else 0) * self.q_row + Int64(head if live else 0) * self.q_head
-        ops.cp_async_16(dst, src + Int64(offset), Int32(16) if live else Int32(0))
-
-    @cute.jit
     def store(self, at: Int64, row: Int32, column: Int32, values):
         """Store consecutive logits of a row one by one at `at`, as many as the row sees."""
         limit = self.limit(row)
         for i in cutlass.range_constexpr(len(values)):
             if column + i < limit:
                 ops.store_global_f32(at + i * 4, values[i])
+
+
+@cute.jit
+def copy_query(
+    dst: Int32, q: Int64, q_row: Int64, q_head: Int64, heads: Int32, count: Int32, linear: Int32, offset: Int32
+):
+    """Start copying 16 bytes of (row, head) number `linear` of the tile at `q`; rows from `count` on and heads that are
+    not there are zeros."""
+    row = linear >> 2
+    head = linear & 3
+    live = head < heads and row < count
+    src = q + Int64(row if live else 0) * q_row + Int64(head if live else 0) * q_head
+    ops.cp_async_16(dst, src + Int64(offset), Int32(16) if live else Int32(0))
 
 
 @cute.jit

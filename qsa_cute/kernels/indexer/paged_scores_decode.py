@@ -7,7 +7,8 @@ lengths[r], in tokens, is 4 times that number: what the selection takes. A page 
 counts as zeros. Keys and queries: `paged_ops.py`.
 
 Grid: (column shares, requests). As `scores_decode.py`, every warp works alone: a step is 32 columns, gathered by
-cp.async into the warp's ring; keys are A and the queries, kept in registers, are B. A lane finds one column's key.
+cp.async into the warp's ring; keys are A and the queries, kept in registers, are B. A lane finds one column's key. With
+two rows, all (row, head) pairs are one n-tile, and neighbouring lanes bring a row's heads together.
 
 Baked: type, query rows a request (the registers they take), warps, stages. The caller guarantees: 16-byte aligned
 keys and queries; query_len <= the baked rows; 1 to 4 heads; page_size a multiple of 4, so that logits are 16-byte
@@ -22,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr
-from qsa_cute.kernels.indexer.paged_ops import PagedKeys, clamp, head_sum
+from qsa_cute.kernels.indexer.paged_ops import PagedKeys, clamp, head_sum, pair_sum
 
 PARAMS = (
     ptr("q_ptr", "elem", 16),
@@ -56,6 +57,8 @@ class PagedScoresDecode:
         self.row_bytes = head_dim * self.size
         self.chunks = self.row_bytes // 16
         self.steps_k = self.row_bytes // 32
+        self.groups = max(1, rows // 4)  # of rows whose heads lie in two n-tiles
+        self.tiles = max(1, rows // 2)
         self.unit = STEP * self.row_bytes  # bytes of a ring slot
         self.threads = 32 * warps
         self.smem_bytes = warps * stages * self.unit
@@ -141,10 +144,14 @@ class PagedScoresDecode:
             page_size,
             num_columns,
         )
+        # Columns of a lane are `step * STEP` apart, which is `skip` pages and `rest` tokens: one division for all.
+        skip = step * STEP // page_size
+        rest = step * STEP - skip * page_size
         page, token = keys.fetch(first * STEP + lane)
-        tL = cute.make_rmem_tensor((self.rows // 4,), Int32)
+        table_slot = (first * STEP + lane) // page_size
+        tL = cute.make_rmem_tensor((self.groups,), Int32)
         seen = self.read_limits(tL, visible_blocks.toint() + row0 * 4, query_len, num_columns, lane)
-        tQ = cute.make_rmem_tensor((self.rows // 4 * 4 * self.steps_k,), Int32)
+        tQ = cute.make_rmem_tensor((self.tiles * 2 * self.steps_k,), Int32)
         self.read_q(
             tQ,
             q_ptr.toint() + row0 * q_stride_row * self.size,
@@ -161,13 +168,15 @@ class PagedScoresDecode:
         out = logits_ptr.toint() + row0 * logits_stride_row * 4
         for s in cutlass.range_constexpr(self.stages - 1):
             self.gather(ring + s * self.unit, keys, page, token, (first + s * step) * STEP, seen, lane)
-            page, token = keys.fetch((first + (s + 1) * step) * STEP + lane)
+            table_slot, token = self.advance(table_slot, token, skip, rest, page_size)
+            page = keys.read_table(table_slot, (first + (s + 1) * step) * STEP + lane)
         slot = Int32(0)
         ahead = Int32(self.stages - 1)
         for at in cutlass.range(first, steps, step, unroll=1):
             coming = at + (self.stages - 1) * step
             self.gather(ring + ahead * self.unit, keys, page, token, coming * STEP, seen, lane)
-            page, token = keys.fetch((coming + step) * STEP + lane)
+            table_slot, token = self.advance(table_slot, token, skip, rest, page_size)
+            page = keys.read_table(table_slot, (coming + step) * STEP + lane)
             cute.arch.cp_async_wait_group(self.stages - 1)
             cute.arch.sync_warp()
             self.score(ring + slot * self.unit, tQ, tL, out, logits_stride_row * 4, at * STEP, lane)
@@ -177,22 +186,36 @@ class PagedScoresDecode:
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
+    def advance(self, slot: Int32, token: Int32, skip: Int32, rest: Int32, page_size: Int32):
+        """The next column's slot of the table and token of the page."""
+        slot = slot + skip
+        token = token + rest
+        if token >= page_size:
+            slot = slot + 1
+            token = token - page_size
+        return slot, token
+
+    def lane_row(self, lane: Int32) -> Int32:
+        """Which row of a group of rows a lane's accumulators are of."""
+        return lane % 4 if self.rows > 2 else lane % 4 // 2
+
+    @cute.jit
     def read_limits(self, tL: cute.Tensor, visible: Int64, query_len: Int32, num_columns: Int32, lane: Int32):
-        """The limits of rows 4m + lane % 4, and the largest of all rows."""
+        """The limits of the lane's rows, and the largest of all rows."""
         most = Int32(0)
-        for m in cutlass.range_constexpr(self.rows // 4):
-            row = 4 * m + lane % 4
+        for m in cutlass.range_constexpr(self.groups):
+            row = 4 * m + self.lane_row(lane)
             found = ops.load_global_i32_if(Int32(row < query_len), visible + Int64(row) * 4, Int32(0))
             tL[m] = clamp(found, num_columns)
             most = cutlass.max(most, tL[m])
         for d in cutlass.range_constexpr(2):
             most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << d))
-        return most
+        return cute.arch.make_warp_uniform(most)
 
     @cute.jit
     def write_lengths(self, tL: cute.Tensor, lengths: Int64, query_len: Int32, lane: Int32):
-        for m in cutlass.range_constexpr(self.rows // 4):
-            row = 4 * m + lane
+        for m in cutlass.range_constexpr(self.groups):
+            row = 4 * m + self.lane_row(lane)
             if lane < 4 and row < query_len:
                 ops.store_global_i32(lengths + Int64(row) * 4, tL[m] * BLOCK_TOKENS)
 
@@ -207,19 +230,21 @@ class PagedScoresDecode:
         num_heads: Int32,
         lane: Int32,
     ):
-        """B fragments: n-tile i of rows 4m.. has heads 2i and 2i + 1 of row 4m + c in columns 2c and 2c + 1."""
+        """B fragments. n-tile 2m + i has heads 2i and 2i + 1 of row 4m + c in columns 2c and 2c + 1; the only n-tile of
+        two rows has head h of row r in column 4r + h."""
         n = lane // 4
-        for m in cutlass.range_constexpr(self.rows // 4):
-            row = 4 * m + n // 2
-            for i in cutlass.range_constexpr(2):
-                head = 2 * i + n % 2
-                wanted = Int32(row < query_len and head < num_heads)
-                at = q + Int64(row) * row_bytes + Int64(head) * head_bytes + Int64((lane % 4) * 4)
-                for k in cutlass.range_constexpr(self.steps_k):
-                    for half in cutlass.range_constexpr(2):
-                        tQ[((m * 2 + i) * self.steps_k + k) * 2 + half] = ops.load_global_i32_if(
-                            wanted, at + (32 * k + 16 * half), Int32(0)
-                        )
+        for tile in cutlass.range_constexpr(self.tiles):
+            if cutlass.const_expr(self.rows > 2):
+                row, head = 4 * (tile // 2) + n // 2, 2 * (tile % 2) + n % 2
+            else:
+                row, head = n // 4, n % 4
+            wanted = Int32(row < query_len and head < num_heads)
+            at = q + Int64(row) * row_bytes + Int64(head) * head_bytes + Int64((lane % 4) * 4)
+            for k in cutlass.range_constexpr(self.steps_k):
+                for half in cutlass.range_constexpr(2):
+                    tQ[(tile * self.steps_k + k) * 2 + half] = ops.load_global_i32_if(
+                        wanted, at + (32 * k + 16 * half), Int32(0)
+                    )
 
     @cute.jit
     def gather(self, slot: Int32, keys: PagedKeys, page: Int32, token: Int32, column: Int32, seen: Int32, lane: Int32):
@@ -252,30 +277,36 @@ class PagedScoresDecode:
         lane: Int32,
     ):
         """Multiply a step's keys with all rows and store."""
-        acc = cute.make_rmem_tensor((4 * self.rows,), Float32)  # [m-tile 2][n-tile rows/2][4]
+        acc = cute.make_rmem_tensor((8 * self.tiles,), Float32)  # [m-tile 2][n-tile][4]
         acc.fill(0.0)
         at = slot + (lane % 16) * self.row_bytes
-        tiles = self.rows // 2
         for k in cutlass.range_constexpr(self.steps_k):
             chunk = (2 * k + lane // 16) ^ (lane % 8)
             for t in cutlass.range_constexpr(2):
                 a = ops.ldmatrix_x4(at + 16 * t * self.row_bytes + chunk * 16)
-                for n in cutlass.range_constexpr(tiles):
+                for n in cutlass.range_constexpr(self.tiles):
                     b = (tQ[(n * self.steps_k + k) * 2], tQ[(n * self.steps_k + k) * 2 + 1])
-                    self.mma(acc, 4 * (t * tiles + n), a, b)
+                    self.mma(acc, 4 * (t * self.tiles + n), a, b)
         column = column0 + (lane // 4) * 4
-        for m in cutlass.range_constexpr(self.rows // 4):
+        for m in cutlass.range_constexpr(self.groups):
             values = []
             for t in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
-                    v = 4 * (t * tiles + 2 * m) + 2 * e
-                    values.append(head_sum(acc[v], acc[v + 1], acc[v + 4], acc[v + 5]))
-            to = out + Int64(4 * m + lane % 4) * row_bytes + Int64(column) * 4
-            if column + 4 <= tL[m]:
+                    v = 4 * (t * self.tiles + 2 * m) + 2 * e
+                    if cutlass.const_expr(self.rows > 2):
+                        values.append(head_sum(acc[v], acc[v + 1], acc[v + 4], acc[v + 5]))
+                    else:
+                        values.append(pair_sum(acc[v], acc[v + 1]))
+            limit = tL[m]
+            if cutlass.const_expr(self.rows == 2):
+                if lane % 2 == 0:
+                    limit = Int32(0)  # its neighbour has the sums
+            to = out + Int64(4 * m + self.lane_row(lane)) * row_bytes + Int64(column) * 4
+            if column + 4 <= limit:
                 ops.store_global_f32x4(to, (values[0], values[1], values[2], values[3]))
             else:
                 for i in cutlass.range_constexpr(4):
-                    if column + i < tL[m]:
+                    if column + i < limit:
                         ops.store_global_f32(to + i * 4, values[i])
 
     @cute.jit

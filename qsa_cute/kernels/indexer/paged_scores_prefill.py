@@ -173,16 +173,7 @@ class PagedScoresPrefill:
         self.read_limits(limits, visible_blocks.toint(), first, count, num_columns, tid)
         cute.arch.sync_threads()
         tile = self.make_tile(
-            request,
-            first,
-            count,
-            q_ptr.toint(),
-            q_stride_row * self.size,
-            q_stride_head * self.size,
-            num_heads,
-            logits_ptr.toint() + Int64(first - row_start) * logits_stride_row * 4,
-            logits_stride_row * 4,
-            limits,
+            logits_ptr.toint() + Int64(first - row_start) * logits_stride_row * 4, logits_stride_row * 4, limits
         )
         keys = PagedKeys(
             k_cache_ptr.toint(),
@@ -195,7 +186,9 @@ class PagedScoresPrefill:
         )
         begin, steps = self.columns(tile, split, splits)
         if steps > 0:
-            self.copy_queries(smem, tile, tid)
+            q_row, q_head = q_stride_row * self.size, q_stride_head * self.size
+            q = q_ptr.toint() + Int64(first) * q_row
+            self.copy_queries(smem, q, q_row, q_head, num_heads, count, tid)
             lane = cute.arch.lane_idx()
             page_a, token_a = keys.fetch(begin + lane)
             page_b, token_b = keys.fetch(begin + 32 + lane)
@@ -224,19 +217,7 @@ class PagedScoresPrefill:
             ops.store_shared_i32(limits + tid * 4, po.clamp(found, num_columns))
 
     @cute.jit
-    def make_tile(
-        self,
-        request: Int32,
-        first: Int32,
-        count: Int32,
-        q: Int64,
-        q_row: Int64,
-        q_head: Int64,
-        heads: Int32,
-        logits: Int64,
-        stride: Int64,
-        limits: Int32,
-    ):
+    def make_tile(self, logits: Int64, stride: Int64, limits: Int32):
         lane = cute.arch.lane_idx()
         most = ops.load_shared_i32(limits + lane * 4)
         least = most
@@ -248,9 +229,7 @@ class PagedScoresPrefill:
             most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << d))
             least = cutlass.min(least, cute.arch.shuffle_sync_bfly(least, offset=1 << d))
         most, least = cute.arch.make_warp_uniform(most), cute.arch.make_warp_uniform(least)
-        return RequestTile(
-            request, first, count, q + Int64(first) * q_row, q_row, q_head, heads, logits, stride, limits, most, least
-        )
+        return RequestTile(logits, stride, limits, most, least)
 
     @cute.jit
     def columns(self, tile: RequestTile, split: Int32, splits: Int32):
@@ -261,7 +240,7 @@ class PagedScoresPrefill:
         return begin * TILE, cutlass.max(cutlass.min(share, steps - begin), Int32(0))
 
     @cute.jit
-    def copy_queries(self, sQ: Int32, tile: RequestTile, tid: Int32):
+    def copy_queries(self, sQ: Int32, q: Int64, q_row: Int64, q_head: Int64, heads: Int32, count: Int32, tid: Int32):
         """Start copying the tile's queries."""
         chunk = tid % self.chunks
         sub = tid // self.chunks
@@ -269,7 +248,8 @@ class PagedScoresPrefill:
         for i in cutlass.range_constexpr(self.rows * 4 // per):
             linear = per * i + sub
             at = po.pair_row(linear)
-            tile.copy_query(sQ + at * self.row_bytes + (chunk ^ (at & 7)) * 16, linear, chunk * 16)
+            dst = sQ + at * self.row_bytes + (chunk ^ (at & 7)) * 16
+            po.copy_query(dst, q, q_row, q_head, heads, count, linear, chunk * 16)
 
     @cute.jit
     def copy_keys(

@@ -86,36 +86,18 @@ class PagedScoresWgmma(PagedScoresPrefill):
                 cute.arch.mbarrier_init(empty + s, 4 * self.groups)
         cute.arch.mbarrier_init_fence()
         early.begin()
-        if split == 0:
-            po.write_lengths(
-                lengths_ptr.toint(),
-                visible_blocks.toint(),
-                query_start_loc.toint(),
-                slot * self.rows,
-                self.rows,
-                num_requests,
-                row_start,
-                row_start + num_rows,
-                num_columns,
-                tid,
-            )
         request, first, count = po.find_tile(
             slot, self.rows, query_start_loc.toint(), num_requests, row_start, row_start + num_rows
         )
         limits = smem + self.limits_offset
+        q_row, q_head = q_stride_row * self.size, q_stride_head * self.size
+        q = q_ptr.toint() + Int64(first) * q_row
+        if warp < 4 * self.groups and count > 0:
+            self.copy_group(smem, q, q_row, q_head, num_heads, count, tid)
         self.read_limits(limits, visible_blocks.toint(), first, count, num_columns, tid)
         cute.arch.sync_threads()
         tile = self.make_tile(
-            request,
-            first,
-            count,
-            q_ptr.toint(),
-            q_stride_row * self.size,
-            q_stride_head * self.size,
-            num_heads,
-            logits_ptr.toint() + Int64(first - row_start) * logits_stride_row * 4,
-            logits_stride_row * 4,
-            limits,
+            logits_ptr.toint() + Int64(first - row_start) * logits_stride_row * 4, logits_stride_row * 4, limits
         )
         begin, steps = self.columns(tile, split, splits)
         if warp == 4 * self.groups:
@@ -129,8 +111,24 @@ class PagedScoresWgmma(PagedScoresPrefill):
                 num_columns,
             )
             self.produce(smem, keys, tile.most, begin, steps, full, empty)
-        elif steps > 0:
-            self.consume(base, smem, tile, begin, steps, full, empty, tid)
+        else:
+            if split == 0:
+                po.write_lengths(
+                    lengths_ptr.toint(),
+                    visible_blocks.toint(),
+                    query_start_loc.toint(),
+                    slot * self.rows,
+                    self.rows,
+                    num_requests,
+                    row_start,
+                    row_start + num_rows,
+                    num_columns,
+                    tid,
+                )
+            if steps > 0:
+                self.consume(base, tile, begin, steps, full, empty, tid)
+            else:
+                cute.arch.cp_async_wait_group(0)
 
     # ---- producer ------------------------------------------------------------------------------------
 
@@ -212,23 +210,24 @@ class PagedScoresWgmma(PagedScoresPrefill):
     # ---- consumer ------------------------------------------------------------------------------------
 
     @cute.jit
-    def copy_group(self, sQ: Int32, tile: RequestTile, row0: Int32, tid: Int32):
-        """A group's queries to [half][256 rows][128 bytes], swizzled."""
+    def copy_group(self, smem: Int32, q: Int64, q_row: Int64, q_head: Int64, heads: Int32, count: Int32, tid: Int32):
+        """Start copying each group's queries to [half][256 rows][128 bytes], swizzled."""
+        group = tid // 128
+        sQ = smem + group * (GROUP_COLUMNS * self.row_bytes)
         chunk = tid % self.chunks
-        sub = tid // self.chunks
+        sub = tid % 128 // self.chunks
         per = 128 // self.chunks
         for i in cutlass.range_constexpr(GROUP_COLUMNS // per):
             linear = per * i + sub
             at = po.pair_row(linear)
             dst = sQ + ((chunk // 8) * GROUP_COLUMNS + at) * HALF + ((chunk % 8) ^ (at & 7)) * 16
-            tile.copy_query(dst, row0 * 4 + linear, chunk * 16)
+            po.copy_query(dst, q, q_row, q_head, heads, count, group * GROUP_COLUMNS + linear, chunk * 16)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
     def consume(
         self,
         base: cute.Pointer,
-        smem: Int32,
         tile: RequestTile,
         begin: Int32,
         steps: Int32,
@@ -237,7 +236,6 @@ class PagedScoresWgmma(PagedScoresPrefill):
         tid: Int32,
     ):
         group = cute.arch.make_warp_uniform(tid // 128)
-        self.copy_group(smem + group * (GROUP_COLUMNS * self.row_bytes), tile, group * GROUP_ROWS, tid % 128)
         atom = warpgroup.make_smem_layout_atom(
             hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.elem, self.head_dim), self.elem
         )
