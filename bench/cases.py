@@ -27,6 +27,7 @@ from qsa_cute.geometry import (
 OURS = "ours"
 PROVIDER_NAMES = (
     *(OURS, "ours_lists", "ours_rows", "ours_indexer", "ours_attention"),
+    *("ours_scores", "vllm_scores"),  # without the top 512
     *("vllm", "sglang", "torch", "fa4"),
     *("bare", "triton"),  # of the host's cost
 )
@@ -70,7 +71,7 @@ class Case:
 
     Attributes:
         id, family: as above.
-        dtype: "bf16" or "fp16".
+        dtype: "bf16", "fp16" or, of a cache, "fp8".
         ctx: tokens of each sequence; of a `topk` case 0.
         rows: query rows (the last of the context), or rows of logits.
         columns: logits a row.
@@ -130,6 +131,13 @@ def _decode_scores(n: Mapping[str, int]) -> tuple[int, int]:
     return _scores(n["batch"], blocks, n["batch"] * blocks)
 
 
+def _vllm_select(n: Mapping[str, int]) -> tuple[int, int]:
+    blocks = n["ctx"] // BLOCK_TOKENS
+    if "rows" in n:
+        return n["rows"] * blocks * FLOPS_PER_SCORE, 0
+    return n["batch"] * blocks * FLOPS_PER_SCORE, n["batch"] * blocks * INDEX_HEAD_DIM * n["item"]
+
+
 def _sum(*parts: tuple[int, int]) -> tuple[int, int]:
     flops, moved = zip(*parts, strict=True)
     return sum(flops), sum(moved)
@@ -143,11 +151,13 @@ class Family:
         pattern: of the id after the family's name; groups are the fields of `Case`.
         work: see `Work`.
         targets: the registry's ids after the family's name, with their targets.
+        dtypes: what an id may end in; bf16 is what it means without.
     """
 
     pattern: str
     work: Work
     targets: Mapping[str, Target | None] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
 
 
 def _grid(pattern: str, values: Iterable[object], targets: Mapping[object, Target]) -> dict[str, Target | None]:
@@ -220,6 +230,21 @@ FAMILIES: Mapping[str, Family] = {
             "64x65536": Target(us=17.0),
         },
     ),
+    # vLLM's selection as a host calls it: scores, top 512 and expansion.
+    "vllm_select": Family(
+        r"ctx(?P<ctx>\d+)/(b(?P<batch>\d+)|rows(?P<rows>\d+))",
+        _vllm_select,
+        {
+            f"ctx{ctx}/{size}{dtype}": Target(ratio=2 if size == "rows4096" else 1.3)
+            for dtype in ("", "/fp8")
+            for ctx, size in (
+                *((8192, f"b{batch}") for batch in (1, 16, 64)),
+                *((65536, f"b{batch}") for batch in (1, 16, 64, 128)),
+                *((ctx, "rows4096") for ctx in (8192, 32768, 131072)),
+            )
+        },
+        ("bf16", "fp8"),
+    ),
     "layer_prefill": Family(
         r"ctx(?P<ctx>\d+)/rows(?P<rows>\d+)",
         lambda n: _sum(_attention_rows(n["ctx"], n["rows"]), _scores(n["rows"], n["ctx"] // BLOCK_TOKENS, 0)),
@@ -245,14 +270,14 @@ def parse(case_id: str) -> Case:
     """
     name, _, rest = case_id.partition("/")
     dimensions, slash, dtype = rest.rpartition("/")
-    if not slash or dtype not in ("bf16", "fp16"):
-        dimensions, dtype = rest, "bf16"
     family = FAMILIES.get(name)
+    if not slash or dtype not in (family.dtypes if family else ()):
+        dimensions, dtype = rest, "bf16"
     match = re.fullmatch(family.pattern, dimensions) if family else None
     if family is None or match is None:
         forms = f"{name}/{family.pattern}" if family else f"one of the families {', '.join(FAMILIES)}"
         raise ArgumentError(f"case {case_id!r} is none; it takes {forms}, see --list")
-    found = {key: value for key, value in match.groupdict().items() if key != "rho"}
+    found = {key: value for key, value in match.groupdict().items() if key != "rho" and value is not None}
     numbers = {"batch": 1} | {key: int(value) for key, value in found.items()}
     rho = float(match.groupdict().get("rho") or 0)
     if name == "prefill_full":
@@ -260,9 +285,9 @@ def parse(case_id: str) -> Case:
     ctx, rows = numbers.get("ctx", 1), numbers.get("rows", 1)
     if ctx < 1 or rows < 1 or (numbers.get("ctx") and rows > ctx) or numbers["batch"] < 1 or rho > 1:
         raise ArgumentError(f"case {case_id!r} has no work: ctx, rows and batch are at least 1, rows at most ctx")
-    flops, moved = family.work(numbers)
-    # A target speaks of bf16.
-    target = family.targets.get(dimensions) if dtype == "bf16" else None
+    flops, moved = family.work(numbers | {"item": 1 if dtype == "fp8" else ELEM_BYTES})
+    # A target speaks of bf16, unless its id says otherwise.
+    target = family.targets.get(dimensions if dtype == "bf16" else f"{dimensions}/{dtype}")
     return Case(case_id, name, dtype, flops, moved, target, rho=rho, **numbers)
 
 

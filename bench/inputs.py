@@ -335,6 +335,13 @@ def layer_decode(case: Case) -> Layer:
     return _layer(case, inner, 1, inner.pool, inner.page_table)
 
 
+def vllm_select(case: Case) -> object:
+    """See `bench.vllm_select`, which needs this module."""
+    from bench.vllm_select import given
+
+    return given(case)
+
+
 MAKERS = {
     "prefill": prefill,
     "prefill_full": prefill,
@@ -342,6 +349,7 @@ MAKERS = {
     "scores_prefill": scores_prefill,
     "scores_decode": scores_decode,
     "topk": topk,
+    "vllm_select": vllm_select,
     "layer_prefill": layer_prefill,
     "layer_decode": layer_decode,
 }

@@ -16,6 +16,9 @@ class SupportCode(enum.Enum):
     DTYPE = "dtype"
     SM = "sm"
     POOL_HEAD_DIM = "pool_head_dim"
+    PAGE_SIZE = "page_size"
+    TOP_K = "top_k"
+    QUERY_LEN = "query_len"
 
 
 @dataclass(frozen=True, slots=True)

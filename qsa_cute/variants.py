@@ -93,6 +93,13 @@ class Kernel:
     def sms(self) -> tuple[str, ...]:
         return tuple(sm for sm in SMS if any(sm in tuning.sms for tuning in self.tuning))
 
+    def instructions(self, dtype: str) -> tuple[str, ...]:
+        """The SASS instructions of which a correct build of this type has one; none for no matrix products."""
+        if dtype != "fp8_e4m3" or not self.tensor_core:
+            return (self.tensor_core,) if self.tensor_core else ()
+        # SM90's mma.sync widens e4m3 to fp16; its wgmma does not.
+        return {"HMMA": ("QMMA", "HMMA"), "HGMMA": ("QGMMA",)}[self.tensor_core]
+
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(dtype for dtype in DTYPES if any(dtype in tuning.dtypes for tuning in self.tuning))
@@ -148,12 +155,26 @@ _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 _CHUNKS = (Tuning({"tile": 80}, ("sm_90a",), (256,)), Tuning({"tile": 128}, ("sm_90a",), (128,)))
 
 
+_FP8 = ("fp8_e4m3",)
+FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))  # whose tensor cores take it
+
+
 def _indexer(
-    name: str, entry: str, *tunings: Mapping[str, int], sms: tuple[str, ...] = SMS, tensor_core: str = ""
+    name: str,
+    entry: str,
+    *tunings: Mapping[str, int],
+    sms: tuple[str, ...] = SMS,
+    tensor_core: str = "",
+    fp8: tuple[Mapping[str, int], ...] = (),
 ) -> Kernel:
-    """A kernel of the indexer, whose head dim is its own."""
+    """A kernel of the indexer, whose head dim is its own.
+
+    Args:
+        fp8: the baked constants of its fp8 variants.
+    """
     dims = (geometry.INDEX_HEAD_DIM,)
     each = tuple(Tuning(baked, sms, dims) for baked in tunings or ({},))
+    each += tuple(Tuning(baked, tuple(sm for sm in sms if sm in FP8_SMS), dims, _FP8) for baked in fp8)
     return Kernel(name, f"qsa_cute.kernels.indexer.{entry}", each, tensor_core)
 
 
@@ -168,6 +189,12 @@ _SELECT = tuple(
         (512, 32, _BUT_SM90),
         (1024, 8, SMS),
     )
+)
+
+_PAGED_DECODE = (
+    {"rows": 2, "warps": 2, "stages": 2},
+    {"rows": 4, "warps": 2, "stages": 2},
+    {"rows": 8, "warps": 4, "stages": 2},
 )
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
@@ -232,6 +259,28 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 {"rows": 4, "warps": 2, "stages": 2},
                 {"rows": 8, "warps": 4, "stages": 2},
                 tensor_core="HMMA",
+            ),
+            _indexer(
+                "paged_scores_decode",
+                "paged_scores_decode:PagedScoresDecode",
+                *_PAGED_DECODE,
+                tensor_core="HMMA",
+                fp8=_PAGED_DECODE,
+            ),
+            _indexer("paged_scores_prefill", "paged_scores_prefill:PagedScoresPrefill", tensor_core="HMMA", fp8=({},)),
+            _indexer(
+                "paged_scores_wgmma",
+                "paged_scores_wgmma:PagedScoresWgmma",
+                {"groups": 2, "stages": 4},
+                sms=("sm_90a",),
+                tensor_core="HGMMA",
+                fp8=({"groups": 2, "stages": 4},),
+            ),
+            Kernel(
+                "expand_counted",
+                "qsa_cute.kernels.indexer.expand_counted:ExpandCounted",
+                (Tuning({}, SMS, (geometry.INDEX_HEAD_DIM,), ("bf16",)),),  # ids have no type
+                tensor_core="",
             ),
             Kernel("select", "qsa_cute.kernels.indexer.select:Select", _SELECT, tensor_core=""),
             _indexer(

@@ -97,9 +97,11 @@ def defects(entry: Entry, sm: str, cubin: Cubin, counts: Counter[str]) -> list[s
     smem, limit = entry["smem_bytes"] + entry["static_smem_bytes"], SMEM_OPTIN_KIB[sm] * 1024
     if smem > limit:
         found.append(f"it needs {smem} bytes of shared memory, {sm} gives a block at most {limit}")
-    expected = KERNELS[entry["kernel"]].tensor_core
-    if expected and expected not in entry["tensor_core"]:
-        found.append(f"its SASS has no {expected}; its tensor-core instructions: {entry['tensor_core'] or 'none'}")
+    expected = KERNELS[entry["kernel"]].instructions(entry["dtype"])
+    if expected and not any(one in entry["tensor_core"] for one in expected):
+        found.append(
+            f"its SASS has no {' or '.join(expected)}; its tensor-core instructions: {entry['tensor_core'] or 'none'}"
+        )
     declared = tuple((param["offset"], param["size"]) for param in entry["params"])
     if declared != cubin.params:
         found.append(f"PARAMS lays its parameters out as {declared}, the cubin as {cubin.params} (offset, size)")

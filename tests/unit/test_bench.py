@@ -48,6 +48,9 @@ def sample_rows() -> list[Row]:
         ("topk/4096x32768", {"rows": 4096, "columns": 32768}),
         ("layer_prefill/ctx131072/rows4096", {"rows": 4096}),
         ("layer_decode/ctx65536/b1", {"batch": 1}),
+        ("vllm_select/ctx65536/b64/fp8", {"batch": 64, "rows": 0, "dtype": "fp8", "bytes": 64 * 16384 * 128}),
+        ("vllm_select/ctx65536/b64", {"dtype": "bf16", "bytes": 64 * 16384 * 256}),
+        ("vllm_select/ctx32768/rows4096", {"rows": 4096, "batch": 1, "flops": 4096 * 8192 * 1024}),
         ("host/launch", {"flops": 0, "bytes": 0}),
     ],
 )
@@ -59,7 +62,16 @@ def test_an_id_gives_its_shape(case_id: str, found: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "case_id",
-    ["", "decode", "decode/b1", "decode/ctx65536/b0", "decode/ctx65536/b1/fp8", "prefill/ctx8/rows9/rho0", "none/ctx1"],
+    [
+        "",
+        "decode",
+        "decode/b1",
+        "decode/ctx65536/b0",
+        "decode/ctx65536/b1/fp8",
+        "vllm_select/ctx8192/b1/fp16",
+        "prefill/ctx8/rows9/rho0",
+        "none/ctx1",
+    ],
 )
 def test_an_id_that_is_none_is_refused(case_id: str) -> None:
     with pytest.raises(ArgumentError, match="case"):

@@ -5,12 +5,13 @@ instruction; the numerics and layouts are PTX's own.
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-ELEMENTS = {"bf16": BFloat16, "fp16": cute.Float16}
+ELEMENTS = {"bf16": BFloat16, "fp16": cute.Float16, "fp8_e4m3": Float8E4M3FN}
+ELEM_BYTES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1}
 PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
 
 
@@ -48,6 +49,28 @@ def mma_16816(dtype: str, a: tuple, b: tuple, c: tuple) -> tuple:
         write_only_types=[Float32] * 4,
         read_only_args=[*a, *b, *c],
     )
+
+
+def mma_32_bytes(dtype: str, a: tuple, b: tuple, c: tuple) -> tuple:
+    """D = A B + C on one m16n8 tile whose K is 32 bytes: `mma_16816`, or m16n8k32 of e4m3 with the same layout in
+    bytes (SM89 up)."""
+    if dtype != "fp8_e4m3":
+        return mma_16816(dtype, a, b, c)
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def split_i64(value: Int64) -> tuple:
+    """The low and the high word."""
+    return cute.arch.inline_ptx("mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32] * 2, read_only_args=[value])
+
+
+def join_i64(low: Int32, high: Int32) -> Int64:
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high])
 
 
 def pack_2(dtype: str, low: Float32, high: Float32) -> Int32:

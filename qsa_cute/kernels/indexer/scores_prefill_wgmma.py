@@ -39,6 +39,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
         self.elem = ops.ELEMENTS[dtype]
         self.groups = groups
         self.stages = stages
+        self.open_steps = LAST
         self.rows = GROUP_ROWS * groups
         self.threads = 128 * groups + PRODUCER
         self.min_blocks = 2 if groups == 1 else 1
@@ -249,7 +250,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
         for k in cutlass.range_constexpr(steps):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
-            if cutlass.const_expr(self.groups == 2 and k == steps - LAST - 1):
+            if cutlass.const_expr(self.groups == 2 and k == steps - self.open_steps - 1):
                 warpgroup.commit_group()
         warpgroup.commit_group()
         if cutlass.const_expr(self.groups == 2):
