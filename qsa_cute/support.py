@@ -16,6 +16,7 @@ class SupportCode(enum.Enum):
     DTYPE = "dtype"
     SM = "sm"
     POOL_HEAD_DIM = "pool_head_dim"
+    PAGE_SIZE = "page_size"
 
 
 @dataclass(frozen=True, slots=True)

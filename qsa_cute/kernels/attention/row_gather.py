@@ -70,12 +70,16 @@ class RowGather:
     """Static configuration and the device-side steps; kernels inherit and add addressing and the epilogue."""
 
     def __init__(self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int):
-        self.head_dim, self.dtype, self.warps = head_dim, dtype, warps
+        # With K and V in fp8, Q and O are bf16 and both products fp16; otherwise all are of one type.
+        self.fp8 = dtype == "fp8_e4m3"
+        self.dtype, self.mma_dtype = ("bf16", "fp16") if self.fp8 else (dtype, dtype)
+        self.head_dim, self.warps = head_dim, warps
         self.k_stages, self.v_stages, self.blocks_per_sm = k_stages, v_stages, blocks_per_sm
         self.threads = 32 * warps
         self.tile = WARP_TOKENS * warps
         self.chunk_tiles = self.threads // self.tile
-        self.pitch = head_dim * 2  # bytes of a K, V or Q row
+        self.pitch = head_dim if self.fp8 else head_dim * 2  # bytes of a K or V row
+        self.q_pitch = head_dim * 2
         self.p_pitch = self.tile * 2
         self.tile_bytes = self.tile * self.pitch
         self.warp_cols = head_dim // warps
@@ -85,7 +89,7 @@ class RowGather:
         self.sizes = {
             "k": k_stages * self.tile_bytes,
             "v": v_stages * self.tile_bytes,
-            "q": ROWS * self.pitch,
+            "q": ROWS * self.q_pitch,
             "slots": CHUNKS * self.threads * 8,
             "masks": CHUNKS * warps * 4,
             "maxima": ROWS * warps * 4,
@@ -140,14 +144,14 @@ class RowGather:
     @cute.jit
     def load_q(self, smem: Int32, q: Int64, head_bytes: Int64, group: Int32, tid: Int32):
         """Start copying the group's query heads to shared memory; rows past the group become zeros."""
-        chunks = self.pitch // 16
+        chunks = self.q_pitch // 16
         for j in cutlass.range_constexpr(ROWS * chunks // self.threads):
             i = tid + j * self.threads
             row = i // chunks
             c = i % chunks
             live = row < group
             src = q + Int64(row if live else Int32(0)) * head_bytes + Int64(c * 16)
-            dst = smem + self.at["q"] + row * self.pitch + self.swizzle(c, row) * 16
+            dst = smem + self.at["q"] + row * self.q_pitch + self.swizzle(c, row) * 16
             ops.cp_async_16(dst, src, Int32(16) if live else Int32(0))
         cute.arch.cp_async_commit_group()
 
@@ -190,7 +194,7 @@ class RowGather:
     def read_q(self, smem: Int32, tQ: cute.Tensor, lane: Int32):
         """Q's A fragments, 4 registers a k-step, kept for the whole row."""
         row = lane % 16
-        base = smem + self.at["q"] + row * self.pitch
+        base = smem + self.at["q"] + row * self.q_pitch
         for k in cutlass.range_constexpr(self.head_dim // 16):
             chunk = self.swizzle(2 * (k % 4) + lane // 16, row)
             r = ops.ldmatrix_x4(base + chunk * 16 + (k // 4) * 128)
@@ -229,7 +233,7 @@ class RowGather:
 
     @cute.jit
     def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_16816(self.dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
+        d = ops.mma_16816(self.mma_dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
         for i in cutlass.range_constexpr(4):
             acc[at + i] = d[i]
 
@@ -276,7 +280,7 @@ class RowGather:
             tSum[r] = tSum[r] * factor + (p0 + p1)
             ops.store_shared_i32(
                 smem + self.at["p"] + row * self.p_pitch + ((tid // 32) ^ (row % 8)) * 16 + (lane % 4) * 4,
-                ops.pack_2(self.dtype, p0, p1),
+                ops.pack_2(self.mma_dtype, p0, p1),
             )
             for n in cutlass.range_constexpr(self.warp_cols // 8):
                 tO[4 * n + 2 * r] = tO[4 * n + 2 * r] * factor

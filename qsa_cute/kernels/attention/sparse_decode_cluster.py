@@ -152,8 +152,4 @@ class SparseDecodeCluster(SparseDecode):
                     v = ops.load_shared_f32x4(part + s * slots * GROUP_BYTES)
                     o0, o1, o2, o3 = o0 + weight * v[0], o1 + weight * v[1], o2 + weight * v[2], o3 + weight * v[3]
                 column = (slot * share.num_splits + share.split) * 8 + half * 4
-                ops.store_global_i32x2(
-                    out.o + Int64(row) * out.o_head + Int64(column) * 2,
-                    ops.pack_2(self.dtype, o0, o1),
-                    ops.pack_2(self.dtype, o2, o3),
-                )
+                self.store_quad(out, row, column, (o0, o1, o2, o3))
