@@ -209,8 +209,10 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 name="paged_attention_cluster",
                 entry="qsa_cute.kernels.attention.paged_attention_cluster:PagedAttentionCluster",
                 tuning=(
-                    Tuning({**_CLUSTER, "k_stages": 3, "v_stages": 3}, ("sm_90a",), dtypes=("bf16",)),
+                    Tuning({**_CLUSTER, "k_stages": 2, "v_stages": 3}, ("sm_90a",), dtypes=("bf16",)),
                     Tuning({**_CLUSTER, "k_stages": 4, "v_stages": 4}, ("sm_90a",), dtypes=("fp8_e4m3",)),
+                    Tuning({**_CLUSTER, "k_stages": 1, "blocks_per_sm": 2}, ("sm_90a",), dtypes=("bf16",)),
+                    Tuning({**_CLUSTER, "v_stages": 3, "blocks_per_sm": 2}, ("sm_90a",), dtypes=("fp8_e4m3",)),
                 ),
             ),
             Kernel(

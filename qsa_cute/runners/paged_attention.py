@@ -1,7 +1,7 @@
 """Sparse attention over vLLM's paged cache by counted lists: parameters of a launch, and the runner.
 
-Two kernels compute the same. "cluster" (SM90) shares each row's list between the blocks of a cluster: few rows, decode.
-"rows" (every SM) gives a block a row, or shares its list through a workspace. The mathematics: `reference/paged.py`.
+Two kernels compute the same. "cluster" (SM90) shares each row's list between the blocks of a cluster: few rows, decode;
+"cluster_2" does so with two blocks an SM. "rows" (every SM) gives a block a row, or shares its list through a workspace. The mathematics: `reference/paged.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.runners import checks, dispatch, splits
 from qsa_cute.runners.tensors import Binder, TensorView, current_stream
 from qsa_cute.runners.workspace import Workspace
-from qsa_cute.runtime import Loader, default_loader
+from qsa_cute.runtime import Loader, Wanted, default_loader
 from qsa_cute.support import Support, SupportCode
 
 ROWS = "rows"
 CLUSTER = "cluster"
-ALGORITHMS = (CLUSTER, ROWS)
+CLUSTER_2 = "cluster_2"
+ALGORITHMS = (CLUSTER, CLUSTER_2, ROWS)
 CACHE_DTYPES = ("bf16", "fp8_e4m3")
 PAGE_STEP = 16  # tokens of a page are a multiple
 MAX_SPLITS = geometry.HOST_MAX_SPLITS
 
-_KERNELS = {ROWS: "paged_attention", CLUSTER: "paged_attention_cluster"}
-_BAKED: dispatch.Baked = (("max_splits", MAX_SPLITS),)
+_KERNELS: dict[str, tuple[str, dispatch.Baked]] = {
+    ROWS: ("paged_attention", (("max_splits", MAX_SPLITS),)),
+    CLUSTER: ("paged_attention_cluster", (("blocks_per_sm", 1),)),
+    CLUSTER_2: ("paged_attention_cluster", (("blocks_per_sm", 2),)),
+}
 _MAX_UNIT = 1 << 30  # bytes, an int32
 _TOKEN_BITS = 31  # tokens are non-negative int32
 
@@ -72,8 +76,8 @@ class PagedAttentionParams:
         output_scale: V's scale, of an fp8 cache only.
         k_scale_ptr, v_scale_ptr: FP32 factors on the device, 0 for none.
         partial_o, partial_stats, split_counters: workspace of "rows" with several splits, see `workspace_size`.
-        algorithm: "cluster", "rows" or None, which lets the runner choose.
-        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 8.
+        algorithm: "cluster", "cluster_2", "rows" or None, which lets the runner choose.
+        num_splits: blocks that share a list; 0 lets the runner choose. Clusters take up to 16, "rows" up to 8.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         grid and what stands after it: what follows from the rest.
@@ -451,7 +455,7 @@ class PagedAttentionRunner:
         Returns: a `Support`, true or with its reason.
         """
         found = dispatch.attention_support(
-            _KERNELS[ROWS], num_q_heads, num_kv_heads, head_dim, sm_version, cache_dtype
+            _KERNELS[ROWS][0], num_q_heads, num_kv_heads, head_dim, sm_version, cache_dtype
         )
         size = checks.whole(page_size)
         if found and (size is None or not PAGE_STEP <= size <= checks.INT32_MAX or size % PAGE_STEP):
@@ -488,9 +492,8 @@ class PagedAttentionRunner:
         """
         loader = default_loader()
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
-        each = [dispatch.wanted(_KERNELS[ROWS], dim, cache_dtype, _BAKED) for dim in dims]
-        if _has_clusters(loader, -1 if device is None else device):
-            each += [dispatch.wanted(_KERNELS[CLUSTER], dim, cache_dtype) for dim in dims]
+        names = ALGORITHMS if _has_clusters(loader, -1 if device is None else device) else (ROWS,)
+        each = [_wanted(name, dim, cache_dtype) for name in names for dim in dims]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
     @staticmethod
@@ -506,17 +509,19 @@ class PagedAttentionRunner:
             return
         loader, stream = default_loader(), params.stream
         algorithm, params = _pick(loader, params)
-        if algorithm == CLUSTER:
-            wanted = dispatch.wanted(_KERNELS[CLUSTER], params.head_dim, params.cache_dtype)
-            kernel = loader.peek(wanted, params.device, stream)
+        kernel = loader.peek(_wanted(algorithm, params.head_dim, params.cache_dtype), params.device, stream)
+        if algorithm != ROWS:
             kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
             return
-        wanted = dispatch.wanted(_KERNELS[ROWS], params.head_dim, params.cache_dtype, _BAKED)
-        kernel = loader.peek(wanted, params.device, stream)
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.
             kernel.zero(params.split_counters, params.rows * params.num_kv_heads, stream)
         kernel.launch(params, params.grid, stream)
+
+
+def _wanted(algorithm: str, head_dim: int, cache_dtype: object) -> Wanted:
+    name, baked = _KERNELS[algorithm]
+    return dispatch.wanted(name, head_dim, cache_dtype, baked)
 
 
 def _has_clusters(loader: Loader, device: int) -> bool:
@@ -529,10 +534,10 @@ def _pick(loader: Loader, params: PagedAttentionParams) -> tuple[str, PagedAtten
     if params.algorithm == ROWS:
         return ROWS, params
     clusters = _has_clusters(loader, params.device)
-    if params.algorithm == CLUSTER:
+    if params.algorithm is not None:
         if not clusters:
-            raise UnsupportedError("algorithm 'cluster' is built for sm_90a only; use 'rows' or None")
-        return CLUSTER, params
+            raise UnsupportedError(f"algorithm {params.algorithm!r} is built for sm_90a only; use {ROWS!r} or None")
+        return params.algorithm, params
     if params.num_splits == 1:  # nothing to merge: two blocks an SM are faster
         return ROWS, params
     return (CLUSTER, params) if clusters else (ROWS, params.as_rows())

@@ -18,11 +18,15 @@ from qsa_cute.runners.paged_attention import PagedAttentionRunner
 from qsa_cute.runtime import Loader
 
 ATOL = 2e-2
-SPLITS = [("cluster", n) for n in (1, 2, 3, 7, 11, 16)] + [("rows", n) for n in (1, 2, 8)]
+SPLITS = [
+    *(("cluster", n) for n in (1, 2, 3, 7, 11, 16)),
+    *(("cluster_2", n) for n in (1, 2, 8, 16)),
+    *(("rows", n) for n in (1, 2, 8)),
+]
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 
 each_type = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-each_path = pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 5), ("rows", 1), ("rows", 3)])
+each_path = pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 5), ("cluster_2", 3), ("rows", 1)])
 
 
 def check(case: Paged, out: Guarded) -> None:
@@ -31,8 +35,9 @@ def check(case: Paged, out: Guarded) -> None:
     got = out.tensor.float()
     dead = (want == 0).all(-1)
     assert (got[dead] == 0).all(), "rows without an entry must be exact zeros"
-    error = (got - want).abs().max().item()
-    assert error <= ATOL, f"largest error {error}"  # false for NaN
+    # Two roundings to bf16 of values of up to 4, in rows of one entry.
+    beyond = (got - want).abs() - (ATOL / 2 + want.abs() / 100)
+    assert beyond.max().item() <= 0, f"beyond the tolerance by {beyond.max().item()}"  # false for NaN
 
 
 def run(case: Paged, algorithm: str | None, splits: int = 0, **changes: object) -> Guarded:

@@ -21,7 +21,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.paged_rows import (
-    CountedList,
     PagedOutput,
     PagedRows,
     PagedTokens,
@@ -224,7 +223,7 @@ class PagedAttention(PagedRows, SparseDecode):
         share = Share(split, num_splits, group_size)
         self.begin(smem, share, tid)
         request = ops.load_global_i32(token_to_req.toint() + Int64(row) * 4)
-        ids = CountedList(indices.toint() + Int64(row) * indices_stride_row * 4, width)
+        ids = self.open_list(indices.toint() + Int64(row) * indices_stride_row * 4, width, share, tid)
         count = ops.load_global_i32(ids.address + Int64(width) * 4)
         gate = gate_ptr.toint()
         if gate != 0:

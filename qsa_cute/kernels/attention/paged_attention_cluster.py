@@ -12,7 +12,7 @@ from qsa_cute.kernels.attention.paged_attention import PARAMS as ROW_PARAMS
 from qsa_cute.kernels.attention.paged_attention import PagedAttention
 from qsa_cute.kernels.attention.paged_rows import PagedOutput
 from qsa_cute.kernels.attention.row_gather import ROWS, Share
-from qsa_cute.kernels.attention.sparse_decode_cluster import SparseDecodeCluster
+from qsa_cute.kernels.attention.sparse_decode_cluster import GROUP_BYTES, MAX_CLUSTER, SparseDecodeCluster
 from qsa_cute.kernels.common import ops
 
 PARAMS = ROW_PARAMS
@@ -22,14 +22,40 @@ GATE_GROUP_BYTES = ROWS * 16
 class PagedAttentionCluster(PagedAttention, SparseDecodeCluster):
     def __init__(self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int):
         SparseDecodeCluster.__init__(self, head_dim, dtype, warps, k_stages, v_stages, blocks_per_sm)
-        self.at["gate"] = self.smem_bytes
-        self.smem_bytes += self.groups * GATE_GROUP_BYTES
+        # A block alone on its SM has room to spare: an inbox of its own, so that a block sends as soon as it is done,
+        # and its gates.
+        self.roomy = blocks_per_sm == 1
+        if self.roomy:
+            inbox = (self.groups + MAX_CLUSTER) * GROUP_BYTES
+            parts = (("inbox", inbox), ("peers", MAX_CLUSTER * ROWS * 8), ("weights", MAX_CLUSTER * ROWS * 4))
+            for part, size in (*parts, ("gate", self.groups * GATE_GROUP_BYTES)):
+                self.at[part] = self.smem_bytes
+                self.smem_bytes += size
+
+    @cute.jit
+    def begin(self, smem: Int32, share: Share, tid: Int32):
+        if cutlass.const_expr(self.roomy):
+            if share.num_splits > 1 and tid == 0:
+                self.expect_peers(smem, share)
+            if share.num_splits > 1:
+                cute.arch.cluster_arrive_relaxed()  # says that the mbarrier is set up; awaited in `meet`
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        else:
+            SparseDecodeCluster.begin(self, smem, share, tid)
+
+    def meet(self):
+        if not self.roomy:
+            cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def stage_gate(self, smem: Int32, gate: Int64, gate_head: Int64, share: Share, tid: Int32) -> Int64:
         """Start copying the gates of this block's columns; they are committed, and have landed, with Q."""
-        staged = Int64(0)
-        if gate != 0:
+        staged = gate
+        if cutlass.const_expr(not self.roomy):
+            PagedAttention.stage_gate(self, smem, gate, gate_head, share, tid)
+        elif gate != 0:
             staged = Int64(smem + self.at["gate"])
             owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
             for i in cutlass.range(tid, owned * ROWS, self.threads, unroll=1):
@@ -43,11 +69,19 @@ class PagedAttentionCluster(PagedAttention, SparseDecodeCluster):
 
     @cute.jit
     def load_gate_pair(self, out: PagedOutput, row: Int32, col: Int32) -> Int32:
-        return ops.load_shared_i32(self.gate_at(out, row, col))
+        if cutlass.const_expr(self.roomy):
+            gate = ops.load_shared_i32(self.gate_at(out, row, col))
+        else:
+            gate = PagedAttention.load_gate_pair(self, out, row, col)
+        return gate
 
     @cute.jit
     def load_gate_quad(self, out: PagedOutput, row: Int32, col: Int32):
-        return ops.load_shared_i32x2(self.gate_at(out, row, col))
+        if cutlass.const_expr(self.roomy):
+            gate = ops.load_shared_i32x2(self.gate_at(out, row, col))
+        else:
+            gate = PagedAttention.load_gate_quad(self, out, row, col)
+        return gate
 
     @cute.jit
     def gate_at(self, out: PagedOutput, row: Int32, col: Int32) -> Int32:

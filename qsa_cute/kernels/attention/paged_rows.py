@@ -84,10 +84,13 @@ class PagedTokens(TokenSource):
 
 @dataclass(frozen=True)
 class CountedList:
-    """Address of a row's entries, and how many there is room for."""
+    """Address of a row's entries, how many there is room for, and this thread's of the first two chunks as they stand
+    there, counted or not."""
 
     address: Int64
     width: Int32
+    first: Int32
+    second: Int32
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,29 @@ class PagedRows(Fp8RowGather):
     # ---- the list ------------------------------------------------------------------------------------
 
     @cute.jit
-    def entry(self, ids: CountedList, top_k: Int32, chunk: Int32, share: Share, tid: Int32) -> Int32:
-        """Read whether or not it counts, so that the read does not wait for the list's count."""
+    def place(self, chunk: Int32, share: Share, tid: Int32) -> Int32:
+        """Where in the list this thread's entry of a chunk stands."""
         tile = (chunk * self.chunk_tiles + tid // self.tile) * share.num_splits + share.split
-        at = tile * self.tile + tid % self.tile
-        token = ops.load_global_i32_if(Int32(at < ids.width), ids.address + Int64(at) * 4, Int32(-1))
-        return token if at < top_k else Int32(-1)
+        return tile * self.tile + tid % self.tile
+
+    @cute.jit
+    def open_list(self, address: Int64, width: Int32, share: Share, tid: Int32) -> CountedList:
+        """Start reading the list; before its count is known, so that neither waits for the other."""
+        at, next_at = self.place(Int32(0), share, tid), self.place(Int32(1), share, tid)
+        first = ops.load_global_i32_if(Int32(at < width), address + Int64(at) * 4, Int32(-1))
+        second = ops.load_global_i32_if(Int32(next_at < width), address + Int64(next_at) * 4, Int32(-1))
+        return CountedList(address, width, first, second)
+
+    @cute.jit
+    def first_entries(self, ids: CountedList, top_k: Int32, share: Share, tid: Int32):
+        first = ids.first if self.place(Int32(0), share, tid) < top_k else Int32(-1)
+        second = ids.second if self.place(Int32(1), share, tid) < top_k else Int32(-1)
+        return first, second
+
+    @cute.jit
+    def entry(self, ids: CountedList, top_k: Int32, chunk: Int32, share: Share, tid: Int32) -> Int32:
+        at = self.place(chunk, share, tid)
+        return ops.load_global_i32_if(Int32(at < top_k), ids.address + Int64(at) * 4, Int32(-1))
 
     @cute.jit
     def count_tiles(self, ids: CountedList, top_k: Int32, first: Int32, share: Share, tid: Int32) -> Int32:

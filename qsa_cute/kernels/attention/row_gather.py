@@ -119,6 +119,11 @@ class RowGather:
         return ops.load_global_i32_if(Int32(at < top_k), ids + Int64(at) * 4, Int32(-1))
 
     @cute.jit
+    def first_entries(self, ids: Int64, top_k: Int32, share: Share, tid: Int32):
+        """This thread's entries of the first two chunks."""
+        return self.entry(ids, top_k, Int32(0), share, tid), self.entry(ids, top_k, Int32(1), share, tid)
+
+    @cute.jit
     def publish(self, smem: Int32, chunk: Int32, slots, tid: Int32):
         """This thread's resolved entry to the chunk's place in the ring of three."""
         ring = chunk % CHUNKS
@@ -312,8 +317,7 @@ class RowGather:
         tO.fill(0.0)
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
-        entry0 = self.entry(ids, top_k, Int32(0), share, tid)
-        entry1 = self.entry(ids, top_k, Int32(1), share, tid)
+        entry0, entry1 = self.first_entries(ids, top_k, share, tid)
         pages0 = source.look_up(entry0)
         pages1 = source.look_up(entry1)
         mine = self.count_tiles(ids, top_k, entry0, share, tid)
