@@ -211,8 +211,6 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tuning=(
                     Tuning({**_CLUSTER, "k_stages": 2, "v_stages": 3}, ("sm_90a",), dtypes=("bf16",)),
                     Tuning({**_CLUSTER, "k_stages": 4, "v_stages": 4}, ("sm_90a",), dtypes=("fp8_e4m3",)),
-                    Tuning({**_CLUSTER, "k_stages": 1, "blocks_per_sm": 2}, ("sm_90a",), dtypes=("bf16",)),
-                    Tuning({**_CLUSTER, "v_stages": 3, "blocks_per_sm": 2}, ("sm_90a",), dtypes=("fp8_e4m3",)),
                 ),
             ),
             Kernel(

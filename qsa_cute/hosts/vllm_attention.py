@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import checks
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
+from qsa_cute.runners.tensors import current_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_LAYOUTS = 4096  # of calls, remembered with their checked parameters
+_FIELDS = ("q_ptr", "k_ptr", "v_ptr", "indices", "block_table", "token_to_req", "o_ptr", "gate_ptr")
+_known: dict[tuple[Any, ...], PagedAttentionParams] = {}
 
 TILE = 64  # list entries that a block takes at a time
 
@@ -54,18 +59,22 @@ def qsa_sparse_paged_attention(
 
     if out is None:
         out = torch.empty_like(q)
-    params = PagedAttentionParams.from_tensors(
-        q,
-        k_cache,
-        v_cache,
-        logical_indices,
-        block_table,
-        token_to_req,
-        out,
-        gate=_gate(output_gate, q),
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    given = (q, k_cache, v_cache, logical_indices, block_table, token_to_req, out, output_gate)
+    try:
+        layout = (k_scale, v_scale, *[(one.shape, one.stride(), one.dtype, one.device) for one in given])
+        known = None if isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor) else _known.get(layout)
+    except (AttributeError, TypeError):
+        known, layout = None, ()
+    if known is None:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        params = PagedAttentionParams.from_tensors(*given[:7], gate=_gate(output_gate, q), **scales)
+        if layout and params.rows:
+            if len(_known) >= MAX_LAYOUTS:
+                _known.clear()
+            _known[layout] = params
+    else:
+        addresses = {name: one.data_ptr() for name, one in zip(_FIELDS, given, strict=True)}
+        params = known.moved(current_stream(known.device, q), **addresses)
     PagedAttentionRunner.run(params)
     return out
 

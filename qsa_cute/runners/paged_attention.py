@@ -1,7 +1,7 @@
 """Sparse attention over vLLM's paged cache by counted lists: parameters of a launch, and the runner.
 
-Two kernels compute the same. "cluster" (SM90) shares each row's list between the blocks of a cluster: few rows, decode;
-"cluster_2" does so with two blocks an SM. "rows" (every SM) gives a block a row, or shares its list through a workspace. The mathematics: `reference/paged.py`.
+Two kernels compute the same. "cluster" (SM90) shares each row's list between the blocks of a cluster: few rows, decode.
+"rows" (every SM) gives a block a row, or shares its list through a workspace. The mathematics: `reference/paged.py`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from qsa_cute.support import Support, SupportCode
 
 ROWS = "rows"
 CLUSTER = "cluster"
-CLUSTER_2 = "cluster_2"
-ALGORITHMS = (CLUSTER, CLUSTER_2, ROWS)
+ALGORITHMS = (CLUSTER, ROWS)
 CACHE_DTYPES = ("bf16", "fp8_e4m3")
 PAGE_STEP = 16  # tokens of a page are a multiple
 MAX_SPLITS = geometry.HOST_MAX_SPLITS
 
 _KERNELS: dict[str, tuple[str, dispatch.Baked]] = {
     ROWS: ("paged_attention", (("max_splits", MAX_SPLITS),)),
-    CLUSTER: ("paged_attention_cluster", (("blocks_per_sm", 1),)),
-    CLUSTER_2: ("paged_attention_cluster", (("blocks_per_sm", 2),)),
+    CLUSTER: ("paged_attention_cluster", ()),
 }
 _MAX_UNIT = 1 << 30  # bytes, an int32
 _TOKEN_BITS = 31  # tokens are non-negative int32
@@ -76,8 +74,8 @@ class PagedAttentionParams:
         output_scale: V's scale, of an fp8 cache only.
         k_scale_ptr, v_scale_ptr: FP32 factors on the device, 0 for none.
         partial_o, partial_stats, split_counters: workspace of "rows" with several splits, see `workspace_size`.
-        algorithm: "cluster", "cluster_2", "rows" or None, which lets the runner choose.
-        num_splits: blocks that share a list; 0 lets the runner choose. Clusters take up to 16, "rows" up to 8.
+        algorithm: "cluster", "rows" or None, which lets the runner choose.
+        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 8.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         grid and what stands after it: what follows from the rest.
@@ -142,6 +140,7 @@ class PagedAttentionParams:
     k_head_bytes: int = field(init=False)
     v_head_bytes: int = field(init=False)
     _as_rows: PagedAttentionParams | None = field(init=False, default=None, repr=False, compare=False)
+    _bytes: dict[str, int] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checked = self._sizes()
@@ -276,6 +275,34 @@ class PagedAttentionParams:
             checks.extent("token_to_req", self.token_to_req, (), rows, 4),
         )
         checks.disjoint(outputs, inputs)
+        sizes = {one.name: one.end - one.begin for one in (*outputs, *inputs)}
+        object.__setattr__(self, "_bytes", {field: sizes[name] for field, name in _TENSORS.items()})
+
+    def moved(self, stream: int, **addresses: int) -> PagedAttentionParams:
+        """The same launch on other tensors of the same layout; a fraction of what making it anew costs.
+
+        Args:
+            addresses: of the tensors that moved, by field.
+
+        Raises:
+            ArgumentError: an address is null or not aligned, or the output overlaps another tensor.
+        """
+        made = object.__new__(PagedAttentionParams)
+        for name in _KEPT:
+            _set(made, name, getattr(self, name))
+        for name, value in addresses.items():
+            if not value or value % _ALIGNMENTS[name]:
+                checks.address(name, value, _ALIGNMENTS[name], name != "gate_ptr")
+            _set(made, name, value)
+        _set(made, "stream", stream)
+        _set(made, "packed", None)
+        _set(made, "_as_rows", None)
+        begin, end = made.o_ptr, made.o_ptr + self._bytes["o_ptr"]
+        for name, size in self._bytes.items():
+            at = getattr(made, name)
+            if at and at < end and begin < at + size and name != "o_ptr":
+                made._check_overlap()  # says which
+        return made
 
     def as_rows(self) -> PagedAttentionParams:
         """These parameters for "rows", made at the first call; one block a row where there is no workspace."""
@@ -375,6 +402,24 @@ class PagedAttentionParams:
             stream=current_stream(binder.device, q) if stream is None else stream,
             device=binder.device,
         )
+
+
+_set = object.__setattr__
+# Field -> the tensor's name in messages, and what its address is a multiple of.
+_TENSORS = {
+    "q_ptr": "q",
+    "k_ptr": "k_cache",
+    "v_ptr": "v_cache",
+    "gate_ptr": "gate",
+    "indices": "indices",
+    "block_table": "block_table",
+    "token_to_req": "token_to_req",
+    "o_ptr": "o",
+}
+_ALIGNMENTS = {name: checks.ALIGNMENT if name.endswith("_ptr") else 4 for name in _TENSORS}
+_KEPT = tuple(
+    one.name for one in dataclasses.fields(PagedAttentionParams) if one.name not in ("packed", "stream", "_as_rows")
+)
 
 
 def _row_strides(name: str, found: TensorView) -> dict[str, Any]:
@@ -538,6 +583,6 @@ def _pick(loader: Loader, params: PagedAttentionParams) -> tuple[str, PagedAtten
         if not clusters:
             raise UnsupportedError(f"algorithm {params.algorithm!r} is built for sm_90a only; use {ROWS!r} or None")
         return params.algorithm, params
-    if params.num_splits == 1:  # nothing to merge: two blocks an SM are faster
-        return ROWS, params
-    return (CLUSTER, params) if clusters else (ROWS, params.as_rows())
+    if not clusters:
+        return ROWS, params.as_rows()
+    return (CLUSTER if params.rows * params.num_kv_heads <= splits.SM_COUNT else ROWS), params

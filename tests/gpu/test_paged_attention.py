@@ -20,13 +20,12 @@ from qsa_cute.runtime import Loader
 ATOL = 2e-2
 SPLITS = [
     *(("cluster", n) for n in (1, 2, 3, 7, 11, 16)),
-    *(("cluster_2", n) for n in (1, 2, 8, 16)),
     *(("rows", n) for n in (1, 2, 8)),
 ]
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 
 each_type = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-each_path = pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 5), ("cluster_2", 3), ("rows", 1)])
+each_path = pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 5), ("rows", 3), ("rows", 1)])
 
 
 def check(case: Paged, out: Guarded) -> None:

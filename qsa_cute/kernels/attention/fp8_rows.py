@@ -6,7 +6,6 @@ are put together by one byte permutation, and a warp's columns of O come out per
 once a row. Q, bf16, becomes fp16: exact from 6e-5 to 65504 in magnitude. P is fp16 and at most 2^8.
 """
 
-import os
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -15,7 +14,6 @@ from qsa_cute.kernels.attention.row_gather import RowGather
 from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.rope_norm import unpack_2
 
-ALU = os.environ.get("QSA_EXP") == "alu"
 PAIR_TOKENS = 0x3120  # (t0 c0, t0 c1, t1 c0, t1 c1) -> (t0 c0, t1 c0, t0 c1, t1 c1)
 
 
@@ -33,11 +31,9 @@ class Fp8RowGather(RowGather):
                 for c in cutlass.range_constexpr(self.head_dim // 16):
                     chunk = self.swizzle(2 * (c % 4) + lane % 4 // 2, row)
                     words = ops.load_shared_i32x2(base + chunk * 16 + (c // 4) * 128)
-                    f = unpack_2("bf16", words[0]) + unpack_2("bf16", words[1])
-                    if cutlass.const_expr(ALU and c % 2 == 1):
-                        f = (f[0], f[2], f[1], f[3])
                     for i in cutlass.range_constexpr(2):
-                        tQ[4 * c + 2 * i + r] = ops.pack_2("fp16", f[2 * i], f[2 * i + 1])
+                        low, high = unpack_2("bf16", words[i])
+                        tQ[4 * c + 2 * i + r] = ops.pack_2("fp16", low, high)
 
     @cute.jit
     def qk(self, sK: Int32, tQ: cute.Tensor, tS: cute.Tensor, lane: Int32):
@@ -46,22 +42,15 @@ class Fp8RowGather(RowGather):
         else:
             row = lane % 8
             base = sK + row * self.pitch
-            acc = cute.make_rmem_tensor((8,), cutlass.Float32)
+            acc = cute.make_rmem_tensor((4 * self.chains,), cutlass.Float32)
             acc.fill(0.0)
             for k in cutlass.range_constexpr(self.head_dim // 64):
                 words = ops.ldmatrix_x4(base + self.swizzle(4 * (k % 2) + lane // 8, row) * 16 + (k // 2) * 128)
                 for m in cutlass.range_constexpr(4):
                     at = 4 * (4 * k + m)
                     a = (tQ[at], tQ[at + 1], tQ[at + 2], tQ[at + 3])
-                    if cutlass.const_expr(ALU and m % 2 == 1):
-                        self.mma(acc, 4 * (m % 2), a, ops.e4m3_to_small_half(words[m]))
-                    else:
-                        self.mma(acc, 4 * (m % 2), a, ops.e4m3_to_half(words[m]))
-            for i in cutlass.range_constexpr(4):
-                if cutlass.const_expr(ALU):
-                    tS[i] = acc[i] + acc[4 + i] * 256.0
-                else:
-                    tS[i] = acc[i] + acc[4 + i]
+                    self.mma(acc, 4 * (m % self.chains), a, ops.e4m3_to_half(words[m]))
+            self.sum_chains(acc, tS)
 
     @cute.jit
     def pv(self, smem: Int32, sV: Int32, tO: cute.Tensor, tid: Int32):
@@ -82,12 +71,9 @@ class Fp8RowGather(RowGather):
                     a = ops.ldmatrix_x4(
                         smem + self.at["p"] + row * self.p_pitch + ((2 * step + lane // 16) ^ (row % 8)) * 16
                     )
-                    if cutlass.const_expr(ALU and half == 1):
-                        first, second = (ops.e4m3_to_small_half(words[2 * half + i]) for i in range(2))
-                    else:
-                        first, second = (
-                            ops.e4m3_to_half(ops.permute_bytes(words[2 * half + i], PAIR_TOKENS)) for i in range(2)
-                        )
+                    first, second = (
+                        ops.e4m3_to_half(ops.permute_bytes(words[2 * half + i], PAIR_TOKENS)) for i in range(2)
+                    )
                     for e in cutlass.range_constexpr(2):
                         self.mma(tO, 8 * group + 4 * e, a, (first[e], second[e]))
 
@@ -100,10 +86,6 @@ class Fp8RowGather(RowGather):
             for g in cutlass.range_constexpr(self.warp_cols // 16):
                 for r in cutlass.range_constexpr(2):
                     at = 8 * g + 2 * r
-                    if cutlass.const_expr(ALU and g == 1):
-                        for j in cutlass.range_constexpr(2):
-                            tO[at + j] = tO[at + j] * 256.0
-                            tO[at + 4 + j] = tO[at + 4 + j] * 256.0
                     mine = (tO[at], tO[at + 4], tO[at + 1], tO[at + 5])
                     for n in cutlass.range_constexpr(2):
                         source = tid % 32 - q + 2 * n + q // 2

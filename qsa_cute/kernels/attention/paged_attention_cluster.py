@@ -22,40 +22,32 @@ GATE_GROUP_BYTES = ROWS * 16
 class PagedAttentionCluster(PagedAttention, SparseDecodeCluster):
     def __init__(self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int):
         SparseDecodeCluster.__init__(self, head_dim, dtype, warps, k_stages, v_stages, blocks_per_sm)
-        # A block alone on its SM has room to spare: an inbox of its own, so that a block sends as soon as it is done,
-        # and its gates.
-        self.roomy = blocks_per_sm == 1
-        if self.roomy:
-            inbox = (self.groups + MAX_CLUSTER) * GROUP_BYTES
-            parts = (("inbox", inbox), ("peers", MAX_CLUSTER * ROWS * 8), ("weights", MAX_CLUSTER * ROWS * 4))
-            for part, size in (*parts, ("gate", self.groups * GATE_GROUP_BYTES)):
-                self.at[part] = self.smem_bytes
-                self.smem_bytes += size
+        self.chains = 4  # with one block an SM there are registers for it, and nothing else hides the latency
+        self.at["gate"] = self.smem_bytes
+        self.smem_bytes += self.groups * GATE_GROUP_BYTES
+        # An inbox apart from V's tiles lets a block send as soon as it is done.
+        inbox = (self.groups + MAX_CLUSTER) * GROUP_BYTES
+        for part, size in (("inbox", inbox), ("peers", MAX_CLUSTER * ROWS * 8), ("weights", MAX_CLUSTER * ROWS * 4)):
+            self.at[part] = self.smem_bytes
+            self.smem_bytes += size
 
     @cute.jit
     def begin(self, smem: Int32, share: Share, tid: Int32):
-        if cutlass.const_expr(self.roomy):
-            if share.num_splits > 1 and tid == 0:
+        if share.num_splits > 1:
+            if tid == 0:
                 self.expect_peers(smem, share)
-            if share.num_splits > 1:
-                cute.arch.cluster_arrive_relaxed()  # says that the mbarrier is set up; awaited in `meet`
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
-        else:
-            SparseDecodeCluster.begin(self, smem, share, tid)
+            cute.arch.cluster_arrive_relaxed()  # says that the mbarrier is set up; awaited in `meet`
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
     def meet(self):
-        if not self.roomy:
-            cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
     @cute.jit
     def stage_gate(self, smem: Int32, gate: Int64, gate_head: Int64, share: Share, tid: Int32) -> Int64:
         """Start copying the gates of this block's columns; they are committed, and have landed, with Q."""
-        staged = gate
-        if cutlass.const_expr(not self.roomy):
-            PagedAttention.stage_gate(self, smem, gate, gate_head, share, tid)
-        elif gate != 0:
+        staged = Int64(0)
+        if gate != 0:
             staged = Int64(smem + self.at["gate"])
             owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
             for i in cutlass.range(tid, owned * ROWS, self.threads, unroll=1):
@@ -69,19 +61,11 @@ class PagedAttentionCluster(PagedAttention, SparseDecodeCluster):
 
     @cute.jit
     def load_gate_pair(self, out: PagedOutput, row: Int32, col: Int32) -> Int32:
-        if cutlass.const_expr(self.roomy):
-            gate = ops.load_shared_i32(self.gate_at(out, row, col))
-        else:
-            gate = PagedAttention.load_gate_pair(self, out, row, col)
-        return gate
+        return ops.load_shared_i32(self.gate_at(out, row, col))
 
     @cute.jit
     def load_gate_quad(self, out: PagedOutput, row: Int32, col: Int32):
-        if cutlass.const_expr(self.roomy):
-            gate = ops.load_shared_i32x2(self.gate_at(out, row, col))
-        else:
-            gate = PagedAttention.load_gate_quad(self, out, row, col)
-        return gate
+        return ops.load_shared_i32x2(self.gate_at(out, row, col))
 
     @cute.jit
     def gate_at(self, out: PagedOutput, row: Int32, col: Int32) -> Int32:

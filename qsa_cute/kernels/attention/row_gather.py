@@ -75,6 +75,7 @@ class RowGather:
         self.dtype, self.mma_dtype = ("bf16", "fp16") if self.fp8 else (dtype, dtype)
         self.head_dim, self.warps = head_dim, warps
         self.k_stages, self.v_stages, self.blocks_per_sm = k_stages, v_stages, blocks_per_sm
+        self.chains = 2  # sums of QK^T that do not wait for each other
         self.threads = 32 * warps
         self.tile = WARP_TOKENS * warps
         self.chunk_tiles = self.threads // self.tile
@@ -208,19 +209,25 @@ class RowGather:
 
     @cute.jit
     def qk(self, sK: Int32, tQ: cute.Tensor, tS: cute.Tensor, lane: Int32):
-        """S = Q K^T for the warp's 8 entries, in PTX's accumulator order; even and odd k-steps sum apart."""
+        """S = Q K^T for the warp's 8 entries, in PTX's accumulator order; k-steps take turns in `chains` sums."""
         row = lane % 8
         base = sK + row * self.pitch
-        acc = cute.make_rmem_tensor((8,), Float32)
+        acc = cute.make_rmem_tensor((4 * self.chains,), Float32)
         acc.fill(0.0)
         for k in cutlass.range_constexpr(self.head_dim // 32):
             chunk = self.swizzle(4 * (k % 2) + lane // 8, row)
             b = ops.ldmatrix_x4(base + chunk * 16 + (k // 2) * 128)
             for n in cutlass.range_constexpr(2):
                 a = (tQ[8 * k + 4 * n], tQ[8 * k + 4 * n + 1], tQ[8 * k + 4 * n + 2], tQ[8 * k + 4 * n + 3])
-                self.mma(acc, 4 * n, a, (b[2 * n], b[2 * n + 1]))
+                self.mma(acc, 4 * ((2 * k + n) % self.chains), a, (b[2 * n], b[2 * n + 1]))
+        self.sum_chains(acc, tS)
+
+    @cute.jit
+    def sum_chains(self, acc: cute.Tensor, tS: cute.Tensor):
         for i in cutlass.range_constexpr(4):
             tS[i] = acc[i] + acc[4 + i]
+            if cutlass.const_expr(self.chains == 4):
+                tS[i] = tS[i] + (acc[8 + i] + acc[12 + i])
 
     @cute.jit
     def pv(self, smem: Int32, sV: Int32, tO: cute.Tensor, tid: Int32):

@@ -131,19 +131,21 @@ class SparseDecodeCluster(SparseDecode):
 
     @cute.jit
     def weigh_ranks(self, smem: Int32, out: RowOutput, share: Share, tid: Int32):
-        """weights[rank][row]: what rank's partial O is multiplied by; a (rank, row) a thread."""
-        row, rank = tid % ROWS, tid // ROWS
-        if rank < share.num_splits and row < share.group:
-            stats = smem + self.at["peers"] + row * 8
-            top, total = Float32(EMPTY_MAX), Float32(0.0)
-            for s in cutlass.range(share.num_splits, unroll=4):
-                top = cute.arch.fmax(top, ops.load_shared_f32(stats + s * (ROWS * 8)))
-            for s in cutlass.range(share.num_splits, unroll=4):
-                top_s, sum_s = ops.load_shared_f32x2(stats + s * (ROWS * 8))
-                total = total + cute.math.exp2(top_s - top, fastmath=True) * sum_s
-            factor = cute.math.exp2(ops.load_shared_f32(stats + rank * (ROWS * 8)) - top, fastmath=True)
-            ops.store_shared_f32(smem + self.at["weights"] + tid * 4, factor * self.inverse(total))
-            if rank == 0 and share.split == 0 and out.lse != 0:
+        """weights[rank][row]: what rank's partial O is multiplied by; a (row, rank) a thread, half a warp a row."""
+        rank, row = tid % MAX_CLUSTER, tid // MAX_CLUSTER
+        if tid < MAX_CLUSTER * ROWS:
+            mine, length = Float32(EMPTY_MAX), Float32(0.0)
+            if rank < share.num_splits and row < share.group:
+                mine, length = ops.load_shared_f32x2(smem + self.at["peers"] + (rank * ROWS + row) * 8)
+            top = mine
+            for step in cutlass.range_constexpr(4):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=8 >> step))
+            factor = cute.math.exp2(mine - top, fastmath=True)
+            total = factor * length
+            for step in cutlass.range_constexpr(4):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=8 >> step)
+            ops.store_shared_f32(smem + self.at["weights"] + (rank * ROWS + row) * 4, factor * self.inverse(total))
+            if rank == 0 and row < share.group and share.split == 0 and out.lse != 0:
                 self.store_lse(out.lse + Int64(row) * 4, top, total)
 
     @cute.jit

@@ -220,14 +220,3 @@ def e4m3_to_half(word: Int32) -> tuple:
         write_only_types=[Int32] * 2,
         read_only_args=[word],
     )
-
-
-def e4m3_to_small_half(word: Int32) -> tuple:
-    """Four e4m3 as fp16 of 2^-8 their value: bytes 0 and 2 as one packed word, 1 and 3 as the other. NaN becomes 480."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b, c, d; shl.b32 a, {$r0}, 7; shl.b32 b, {$r0}, 8; shr.u32 c, {$r0}, 1; "
-        "and.b32 a, a, 0x3f803f80; lop3.b32 {$w0}, b, 0x80008000, a, 0xea; "
-        "and.b32 c, c, 0x3f803f80; lop3.b32 {$w1}, {$r0}, 0x80008000, c, 0xea; }",
-        write_only_types=[Int32] * 2,
-        read_only_args=[word],
-    )
