@@ -70,11 +70,12 @@ class Case:
 
     Attributes:
         id, family: as above.
-        dtype: "bf16" or "fp16".
+        dtype: "bf16", "fp16" or, of a cache, "fp8".
         ctx: tokens of each sequence; of a `topk` case 0.
         rows: query rows (the last of the context), or rows of logits.
         columns: logits a row.
         batch: sequences, each with one new token.
+        tp: tensor-parallel ranks, of which the case is one.
         rho: how alike neighbouring rows select: the correlation of their block scores.
         flops, bytes: useful work of one launch; 0 where it has none of the kind.
         target: None where there is none.
@@ -91,6 +92,7 @@ class Case:
     columns: int = 0
     batch: int = 1
     rho: float = 0.0
+    tp: int = 1
 
     def tflops(self, us: float) -> float | None:
         """Useful TFLOP/s at `us` microseconds a launch."""
@@ -130,6 +132,17 @@ def _decode_scores(n: Mapping[str, int]) -> tuple[int, int]:
     return _scores(n["batch"], blocks, n["batch"] * blocks)
 
 
+def _vllm_attention(n: Mapping[str, int]) -> tuple[int, int]:
+    heads, kv_heads, item = NUM_Q_HEADS // n["tp"], max(1, NUM_KV_HEADS // n["tp"]), n["item"]
+    token, entry = 2 * kv_heads * HEAD_DIM * item, 4 * heads * HEAD_DIM
+    if "rows" in n:
+        count = entries(n["ctx"] - n["rows"], n["rows"])
+        rows = n["rows"] * (3 * heads * HEAD_DIM * ELEM_BYTES + 4 * (INDEX_WIDTH + 1))
+        return count * entry, rows + n["ctx"] * token
+    count = n["batch"] * INDEX_WIDTH
+    return count * entry, count * token
+
+
 def _sum(*parts: tuple[int, int]) -> tuple[int, int]:
     flops, moved = zip(*parts, strict=True)
     return sum(flops), sum(moved)
@@ -143,11 +156,13 @@ class Family:
         pattern: of the id after the family's name; groups are the fields of `Case`.
         work: see `Work`.
         targets: the registry's ids after the family's name, with their targets.
+        dtypes: what an id may end in; bf16 is what it means without.
     """
 
     pattern: str
     work: Work
     targets: Mapping[str, Target | None] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
 
 
 def _grid(pattern: str, values: Iterable[object], targets: Mapping[object, Target]) -> dict[str, Target | None]:
@@ -230,6 +245,17 @@ FAMILIES: Mapping[str, Family] = {
         lambda n: _sum(_decode(n), _decode_scores(n)),
         {"ctx65536/b1": Target(us=16), "ctx65536/b32": Target(us=90)},
     ),
+    "vllm_attention": Family(
+        r"tp(?P<tp>[1248])/ctx(?P<ctx>\d+)/(b(?P<batch>\d+)|rows(?P<rows>\d+))",
+        _vllm_attention,
+        {
+            f"tp{tp}/ctx65536/{size}{dtype}": Target(ratio=1)
+            for tp in (1, 2, 4, 8)
+            for dtype in ("", "/fp8")
+            for size in (*(f"b{b}" for b in (1, 4, 16, 32, 64, 128)), "rows4096")
+        },
+        ("bf16", "fp8"),
+    ),
     # A run costs the host at most 1.5 bare launches.
     "host": Family(r"launch", lambda n: (0, 0), {"launch": Target(ratio=1 / 1.5, peers=("bare",))}),
 }
@@ -245,14 +271,14 @@ def parse(case_id: str) -> Case:
     """
     name, _, rest = case_id.partition("/")
     dimensions, slash, dtype = rest.rpartition("/")
-    if not slash or dtype not in ("bf16", "fp16"):
-        dimensions, dtype = rest, "bf16"
     family = FAMILIES.get(name)
+    if not slash or dtype not in (family.dtypes if family else ()):
+        dimensions, dtype = rest, "bf16"
     match = re.fullmatch(family.pattern, dimensions) if family else None
     if family is None or match is None:
         forms = f"{name}/{family.pattern}" if family else f"one of the families {', '.join(FAMILIES)}"
         raise ArgumentError(f"case {case_id!r} is none; it takes {forms}, see --list")
-    found = {key: value for key, value in match.groupdict().items() if key != "rho"}
+    found = {key: value for key, value in match.groupdict().items() if key != "rho" and value is not None}
     numbers = {"batch": 1} | {key: int(value) for key, value in found.items()}
     rho = float(match.groupdict().get("rho") or 0)
     if name == "prefill_full":
@@ -260,9 +286,9 @@ def parse(case_id: str) -> Case:
     ctx, rows = numbers.get("ctx", 1), numbers.get("rows", 1)
     if ctx < 1 or rows < 1 or (numbers.get("ctx") and rows > ctx) or numbers["batch"] < 1 or rho > 1:
         raise ArgumentError(f"case {case_id!r} has no work: ctx, rows and batch are at least 1, rows at most ctx")
-    flops, moved = family.work(numbers)
-    # A target speaks of bf16.
-    target = family.targets.get(dimensions) if dtype == "bf16" else None
+    flops, moved = family.work(numbers | {"item": 1 if dtype == "fp8" else ELEM_BYTES})
+    # A target speaks of bf16, unless its id says otherwise.
+    target = family.targets.get(dimensions if dtype == "bf16" else f"{dimensions}/{dtype}")
     return Case(case_id, name, dtype, flops, moved, target, rho=rho, **numbers)
 
 

@@ -335,7 +335,15 @@ def layer_decode(case: Case) -> Layer:
     return _layer(case, inner, 1, inner.pool, inner.page_table)
 
 
+def vllm_attention(case: Case) -> object:
+    """See `bench.vllm_attention`, which needs this module."""
+    from bench.vllm_attention import given
+
+    return given(case)
+
+
 MAKERS = {
+    "vllm_attention": vllm_attention,
     "prefill": prefill,
     "prefill_full": prefill,
     "decode": decode,

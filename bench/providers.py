@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import ours, peers
+from bench import ours, peers, vllm_attention
 from bench.work import Work
 
 Maker = Callable[[Any, Any], Work]
@@ -30,6 +30,7 @@ PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "decode": {"ours": ours.decode, "vllm": peers.vllm_decode},
     "scores_prefill": {"ours": ours.scores_prefill, "vllm": peers.vllm_scores_prefill},
     "scores_decode": {"ours": ours.scores_decode, "vllm": peers.vllm_scores_decode},
+    "vllm_attention": {"ours": vllm_attention.ours, "vllm": vllm_attention.vllm},
     "topk": {"ours": ours.topk, "vllm": peers.vllm_topk, "torch": peers.torch_topk},
     "layer_prefill": {
         "ours": ours.layer_prefill,
