@@ -76,6 +76,7 @@ class Case:
         rows: query rows (the last of the context), or rows of logits.
         columns: logits a row.
         batch: sequences, each with one new token.
+        tp: tensor-parallel ranks, of which the case is one.
         rho: how alike neighbouring rows select: the correlation of their block scores.
         flops, bytes: useful work of one launch; 0 where it has none of the kind.
         target: None where there is none.
@@ -92,6 +93,7 @@ class Case:
     columns: int = 0
     batch: int = 1
     rho: float = 0.0
+    tp: int = 1
 
     def tflops(self, us: float) -> float | None:
         """Useful TFLOP/s at `us` microseconds a launch."""
@@ -136,6 +138,17 @@ def _vllm_select(n: Mapping[str, int]) -> tuple[int, int]:
     if "rows" in n:
         return n["rows"] * blocks * FLOPS_PER_SCORE, 0
     return n["batch"] * blocks * FLOPS_PER_SCORE, n["batch"] * blocks * INDEX_HEAD_DIM * n["item"]
+
+
+def _vllm_attention(n: Mapping[str, int]) -> tuple[int, int]:
+    heads, kv_heads, item = NUM_Q_HEADS // n["tp"], max(1, NUM_KV_HEADS // n["tp"]), n["item"]
+    token, entry = 2 * kv_heads * HEAD_DIM * item, 4 * heads * HEAD_DIM
+    if "rows" in n:
+        count = entries(n["ctx"] - n["rows"], n["rows"])
+        rows = n["rows"] * (3 * heads * HEAD_DIM * ELEM_BYTES + 4 * (INDEX_WIDTH + 1))
+        return count * entry, rows + n["ctx"] * token
+    count = n["batch"] * INDEX_WIDTH
+    return count * entry, count * token
 
 
 def _sum(*parts: tuple[int, int]) -> tuple[int, int]:
@@ -254,6 +267,17 @@ FAMILIES: Mapping[str, Family] = {
         r"ctx(?P<ctx>\d+)/b(?P<batch>\d+)",
         lambda n: _sum(_decode(n), _decode_scores(n)),
         {"ctx65536/b1": Target(us=16), "ctx65536/b32": Target(us=90)},
+    ),
+    "vllm_attention": Family(
+        r"tp(?P<tp>[1248])/ctx(?P<ctx>\d+)/(b(?P<batch>\d+)|rows(?P<rows>\d+))",
+        _vllm_attention,
+        {
+            f"tp{tp}/ctx65536/{size}{dtype}": Target(ratio=1)
+            for tp in (1, 2, 4, 8)
+            for dtype in ("", "/fp8")
+            for size in (*(f"b{b}" for b in (1, 4, 16, 32, 64, 128)), "rows4096")
+        },
+        ("bf16", "fp8"),
     ),
     # A run costs the host at most 1.5 bare launches.
     "host": Family(r"launch", lambda n: (0, 0), {"launch": Target(ratio=1 / 1.5, peers=("bare",))}),

@@ -342,7 +342,15 @@ def vllm_select(case: Case) -> object:
     return given(case)
 
 
+def vllm_attention(case: Case) -> object:
+    """See `bench.vllm_attention`, which needs this module."""
+    from bench.vllm_attention import given
+
+    return given(case)
+
+
 MAKERS = {
+    "vllm_attention": vllm_attention,
     "prefill": prefill,
     "prefill_full": prefill,
     "decode": decode,

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import ours, peers, vllm_select
+from bench import ours, peers, vllm_attention, vllm_select
 from bench.work import Work
 
 Maker = Callable[[Any, Any], Work]
@@ -36,6 +36,7 @@ PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
         "ours_scores": vllm_select.ours_scores,
         "vllm_scores": vllm_select.vllm_scores,
     },
+    "vllm_attention": {"ours": vllm_attention.ours, "vllm": vllm_attention.vllm},
     "topk": {"ours": ours.topk, "vllm": peers.vllm_topk, "torch": peers.torch_topk},
     "layer_prefill": {
         "ours": ours.layer_prefill,

@@ -151,6 +151,21 @@ def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
 _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
 
+# The paged kernels: one cache type each, and more tiles in flight where they are half as large.
+_FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))
+_FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": geometry.HOST_MAX_SPLITS}
+
+
+def _paged() -> tuple[Tuning, ...]:
+    halves = _row_gather(paged=True, max_splits=geometry.HOST_MAX_SPLITS)
+    roomy = tuple(sm for sm in _FP8_SMS if SMEM_OPTIN_KIB[sm] > 99)
+    return (
+        *(Tuning(one.baked, one.sms, one.head_dims, ("bf16",)) for one in halves),
+        Tuning(_FP8_STAGES, roomy, dtypes=("fp8_e4m3",)),
+        Tuning({**_FP8_STAGES, "k_stages": 1, "v_stages": 2, "blocks_per_sm": 1}, ("sm_89", "sm_120a", "sm_121a"), dtypes=("fp8_e4m3",)),
+    )
+
+
 # Tokens of a chunk of the union: 80 at 256 columns, where 64 lost every comparison; 128 fit at 128 columns.
 _CHUNKS = (Tuning({"tile": 80}, ("sm_90a",), (256,)), Tuning({"tile": 128}, ("sm_90a",), (128,)))
 
@@ -215,6 +230,15 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 name="sparse_decode_cluster",
                 entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
                 tuning=(Tuning(_CLUSTER, ("sm_90a",)),),
+            ),
+            Kernel("paged_attention", "qsa_cute.kernels.attention.paged_attention:PagedAttention", _paged()),
+            Kernel(
+                name="paged_attention_cluster",
+                entry="qsa_cute.kernels.attention.paged_attention_cluster:PagedAttentionCluster",
+                tuning=(
+                    Tuning({**_CLUSTER, "k_stages": 2, "v_stages": 3}, ("sm_90a",), dtypes=("bf16",)),
+                    Tuning({**_CLUSTER, "k_stages": 4, "v_stages": 4}, ("sm_90a",), dtypes=("fp8_e4m3",)),
+                ),
             ),
             Kernel(
                 name="union_prepare",

@@ -1,160 +1,164 @@
-"""Inputs of the tests over vLLM's compressed key cache: NaN in all that may not be read, strided tensors, broken pages;
-and vLLM's own Triton functions, loaded from .peers/.
-"""
+"""Inputs of the paged attention's tests: interleaved caches whose every unreadable cell holds NaN, stale lists."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from attention_cases import Guarded, ints, normal, seeded
+from attention_cases import BAD_IDS, Guarded, ints, seeded
 from torch import Tensor
 
-from qsa_cute.geometry import TOP_BLOCKS
-from qsa_cute.reference import paged_select as reference
+from qsa_cute.reference import paged as reference
+from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
 
-DEVICE = "cuda"
-PEERS = Path(__file__).resolve().parents[2] / ".peers"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-TOKEN_TOPK, RATIO = 2048, 4
-BAND = 1e-3
-
-
-@functools.cache
-def vllm() -> Any:
-    """vLLM's module of Triton functions, its top-k replaced by the reference's; None where .peers/ has none."""
-    if not (PEERS / "peers.py").exists():
-        return None
-    if str(PEERS) not in sys.path:
-        sys.path.insert(0, str(PEERS))
-    module = importlib.import_module("peers").vllm().indexer
-    module._topk = None
-    return module
+CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+NAN_BYTE = 0x7F  # of e4m3
+KINDS = ("full", "holes", "short", "twice", "zoo", "none", "stale", "late")
 
 
 @dataclass
 class Paged:
-    """A batch: rows of one request follow each other."""
-
     q: Tensor
     k_cache: Tensor
-    page_table: Tensor
-    query_start_loc: Tensor  # int32 [requests + 1]
-    visible: Tensor
-    query_len: int = 1  # of decode
+    v_cache: Tensor
+    indices: Tensor
+    block_table: Tensor
+    token_to_req: Tensor
+    gate: Tensor | None
+    k_scale: float | Tensor | None = None
+    v_scale: float | Tensor | None = None
 
     @property
-    def rows(self) -> int:
-        return self.q.shape[0]
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.indices, self.block_table, self.token_to_req
 
-    @property
-    def columns(self) -> int:
-        return self.page_table.shape[1] * self.k_cache.shape[1]
+    def reference(self) -> Tensor:
+        scales = {"k_scale": float(self.k_scale or 1.0), "v_scale": float(self.v_scale or 1.0)}
+        return reference.sparse_paged_attention(*self.inputs, gate=self.gate, **scales)
 
-    def logits(self, columns: int | None = None) -> Tensor:
-        """FP64 [rows, columns], NaN where a row does not see."""
-        requests = reference.request_of_rows(self.rows, self.query_start_loc)
-        return reference.scores(self.q, self.k_cache, self.page_table, requests, self.visible, columns)
+    def params(self, out: Tensor, **changes: object) -> PagedAttentionParams:
+        more = {"gate": self.gate, "k_scale": self.k_scale, "v_scale": self.v_scale, **changes}
+        return PagedAttentionParams.from_tensors(*self.inputs, out, **more)
+
+    def run(self, **changes: object) -> Guarded:
+        out = Guarded(*self.q.shape, dtype=self.q.dtype)
+        PagedAttentionRunner.run(self.params(out.tensor, **changes))
+        return out
+
+    def workspace(self) -> dict[str, Tensor]:
+        layout = PagedAttentionRunner.workspace_size(self.q.shape[0], self.k_cache.shape[2], self.q.shape[2])
+        memory = torch.full((layout.size,), 0xFF, dtype=torch.uint8, device="cuda")
+        return {part.name: layout.tensor(memory, part.name) for part in layout.parts}
 
 
-def fill(tensor: Tensor, mask: Tensor, value: float) -> None:
-    """Poison through bytes where the type has no masked fill (e4m3's NaN is 0x7F)."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        tensor.view(torch.uint8)[mask] = 0x7F
-    else:
-        tensor[mask] = value
-
-
-def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype)
+def _list(kind: str, length: int, width: int, generator: torch.Generator) -> Tensor:
+    """int32 [width + 1] on the CPU of a row that may see `length` tokens; what is stale would be valid."""
+    ids = torch.randint(max(1, length), (width + 1,), generator=generator, dtype=torch.int32)
+    tokens = torch.randperm(length, generator=generator).int()[:width]
+    count = len(tokens)
+    if kind == "none":
+        count = 0
+    elif kind == "short":
+        count = min(count, 37)
+    elif kind == "twice":
+        half = tokens[: max(1, count // 2)]
+        tokens = torch.cat([half, half])[:count]
+    elif kind == "late":
+        tokens[: max(0, count - 2)] = -1
+    ids[: len(tokens)] = tokens
+    if kind == "holes":
+        ids[:width][torch.rand(width, generator=generator) < 0.3] = -1
+    if kind == "zoo":
+        bad = torch.tensor(BAD_IDS, dtype=torch.int32)
+        at = torch.rand(width, generator=generator) < 0.2
+        ids[:width][at] = bad[torch.randint(len(bad), (int(at.sum()),), generator=generator)]
+    ids[width] = {"stale": min(count, 100), "none": -5}.get(kind, count)
+    return ids
 
 
 def paged(
-    dtype: str = "bf16",
-    page: int = 392,
-    visible: tuple[tuple[int, ...], ...] = ((3000,),),
-    heads: int = 4,
-    extra_pages: int = 1,
-    base: int = 0,
-    broken: bool = False,
+    cache_dtype: str = "bf16",
+    head_dim: int = 256,
+    group: int = 12,
+    kv_heads: int = 2,
+    lengths: tuple[int, ...] = (3000, 77, 2051, 0, 5200, 1),
+    rows: int = 12,
+    width: int = 2051,
+    page_size: int = 784,
+    kinds: tuple[str, ...] = KINDS,
+    interleaved: bool = True,
     seed: int = 0,
-    poison: float = float("nan"),
 ) -> Paged:
-    """`visible[b]` are the columns that the rows of request b see. Tokens that no row of any request sees, the rest of
-    the pages, and the padding between strided rows, are poisoned. `broken`: pages 1 and 2 of request 0 are not there.
-    """
-    generator, kind = seeded(seed), DTYPES[dtype]
-    rows, most = sum(map(len, visible)), max(max(each, default=0) for each in visible)
-    width = -(-most // page) + extra_pages
-    pages = len(visible) * width + 2
-    wide = cast(normal(generator, torch.float32, rows, heads + 1, 128), kind)
-    q = wide[:, :heads]
-    store = cast(normal(generator, torch.float32, pages, page, 2, 128), kind)  # keys and another layer's, interleaved
-    k_cache = store[:, :, :1]
-    fill(store, torch.ones(pages, page, 2, dtype=torch.bool, device=DEVICE) & ints([0, 1]).bool(), poison)
-    fill(wide, (torch.arange(heads + 1, device=DEVICE) == heads).expand(rows, -1), poison)
-    order = torch.randperm(pages, generator=generator, device=DEVICE).int()
-    table = torch.full((len(visible), width + 3), -7, dtype=torch.int32, device=DEVICE)[:, :width]
-    table.copy_(order[: len(visible) * width].view(len(visible), width))
-    named = torch.zeros(pages, page, dtype=torch.bool, device=DEVICE)
-    foreign = ints([-1, pages, 2**31 - 1, -(2**31)])
-    for b, each in enumerate(visible):
-        seen = max(each, default=0)
-        at = torch.arange(seen, device=DEVICE)
-        named[table[b, at // page].long(), at % page] = True
-        first = -(-max(seen, 0) // page)
-        table[b, first:] = foreign.repeat(width)[: width - first]
-    if broken:
-        for slot, bad in ((1, -1), (2, pages)):
-            if slot * page >= max(visible[0]):
-                continue
-            named[table[0, slot].long()] = False
-            table[0, slot] = bad
-    fill(store[:, :, 0], ~named, poison)
-    lengths = [0, *(len(each) for each in visible)]
-    starts = (torch.tensor(lengths).cumsum(0) + base).int().to(DEVICE)
-    flat = [count for each in visible for count in each]
-    return Paged(q, k_cache, table, starts, ints(flat), len(visible[0]))
+    """`rows` rows over requests of these lengths in turn, one row in seven of a request that does not exist. The
+    longest request lacks pages, and its table names foreign ones."""
+    generator, host = seeded(seed), torch.Generator().manual_seed(seed)
+    kind = CACHE_DTYPES[cache_dtype]
+    table_width = -(-max(*lengths, 1) // page_size) + 1
+    pages = len(lengths) * table_width + 2
+    planes = [torch.randn(pages, kv_heads, page_size, head_dim, generator=generator, device="cuda") for _ in range(2)]
+    # fp8 values span a few binades; the scales bring them back to unit size.
+    scale = 1.0 if cache_dtype == "bf16" else 3.7
+    cells = [(plane * scale).clamp(-400, 400).to(kind) for plane in planes]
+    table = torch.randperm(pages, generator=generator, device="cuda").int()[: len(lengths) * table_width]
+    table = table.view(len(lengths), table_width).contiguous()
+    context = ints(lengths)
+    unused = torch.arange(table_width, device="cuda") >= ((context + page_size - 1) // page_size)[:, None]
+    table[unused] = ints([-1, pages, 2**31 - 1, -(2**31)]).repeat(table.numel())[: table.numel()].view_as(table)[unused]
+    longest = max(range(len(lengths)), key=lambda b: lengths[b])
+    if table_width > 3:
+        table[longest, 1], table[longest, 2] = pages, -1
+    requests = torch.arange(rows) % len(lengths)
+    lists = [_list(kinds[r % len(kinds)], lengths[int(requests[r])], width, host) for r in range(rows)]
+    requests[6::7] = torch.tensor([-1, len(lengths), 2**31 - 1, -(2**31)]).repeat(rows)[: len(requests[6::7])]
+    ids = torch.stack(lists).cuda()
+    requests = requests.int().cuda()
+    q = torch.randn(rows, kv_heads * group, head_dim, generator=generator, device="cuda").bfloat16()
+    gate = (2 * torch.randn(q.shape, generator=generator, device="cuda")).bfloat16()
+    gate[(requests < 0) | (requests >= len(lengths))] = torch.nan
+    _poison(cells, table, ids, requests, page_size)
+    if interleaved:  # [pages, kv_heads, page, 2, D]: K and V of a token side by side
+        cache = torch.stack([plane.view(torch.uint8) for plane in cells], 3).view(kind)
+        k, v = (cache[..., i, :].transpose(1, 2) for i in range(2))
+    else:
+        k, v = (plane.view(torch.uint8).transpose(1, 2).contiguous().view(kind) for plane in cells)
+    scales = (None, None) if cache_dtype == "bf16" else (0.31, 0.27)
+    return Paged(q, k, v, ids, table, requests, gate, *scales)
 
 
-def ids(rows: int) -> Guarded:
-    return Guarded(rows, TOP_BLOCKS, dtype=torch.int32)
+def _poison(cells: list[Tensor], table: Tensor, ids: Tensor, requests: Tensor, page_size: int) -> None:
+    """NaN in every cell that no valid entry names."""
+    pages, _, _, _ = cells[0].shape
+    width = ids.shape[1] - 1
+    tokens, count = ids[:, :width].long(), ids[:, width:].clamp(0, width)
+    logical = tokens // page_size
+    valid = (torch.arange(width, device="cuda") < count) & (tokens >= 0) & (logical < table.shape[1])
+    valid = valid & ((requests >= 0) & (requests < len(table)))[:, None]
+    page = table[requests.clamp(0, len(table) - 1).long()[:, None], torch.where(valid, logical, 0)].long()
+    valid = valid & (page >= 0) & (page < pages)
+    named = torch.zeros(pages * page_size + 1, dtype=torch.bool, device="cuda")
+    named[torch.where(valid, page * page_size + tokens % page_size, pages * page_size).flatten()] = True
+    unnamed = ~named[:-1].view(pages, 1, page_size, 1)
+    for plane in cells:
+        if plane.dtype == torch.bfloat16:
+            plane.masked_fill_(unnamed, torch.nan)
+        else:
+            plane.view(torch.uint8).masked_fill_(unnamed, NAN_BYTE)
 
 
-def check_ids(found: Tensor, case: Paged, logits: Tensor, exact_order: bool = True) -> None:
-    """Lists against the reference's choice from FP64 logits: as many as visible, ascending, the same set outside the
-    tie band."""
-    limits = case.visible.long().clamp(0, logits.shape[1])
-    requests = reference.request_of_rows(case.rows, case.query_start_loc)
-    limits = torch.where(requests >= 0, limits, 0)
-    filled = torch.arange(TOP_BLOCKS, device=DEVICE) < limits.clamp(max=TOP_BLOCKS)[:, None]
-    assert torch.equal(found >= 0, filled), "a row has the wrong number of ids"
-    assert (found[~filled] == -1).all()
-    assert (found < limits[:, None])[filled].all(), "a column that the row does not see"
-    if exact_order:
-        assert (found.diff(dim=1) > 0)[filled[:, 1:]].all(), "ids ascend, each once"
-    clean = logits.nan_to_num(nan=-1.0).float()
-    want = reference.select(clean, limits)
-    width = logits.shape[1]
+def moved_far(case: Paged, elements: int = 2**31) -> Paged:
+    """The same with the cache at the end of one of more than `elements` elements; pages before it are not read."""
+    whole = case.k_cache.untyped_storage().nbytes() // case.k_cache.element_size()
+    page = case.k_cache.stride(0)
+    used, before = whole // page, elements // page + 1
+    raw = torch.empty((before + used) * page * case.k_cache.element_size(), dtype=torch.uint8, device="cuda")
+    begin = before * page * case.k_cache.element_size()
+    raw[begin:] = torch.empty(0, dtype=torch.uint8, device="cuda").set_(case.k_cache.untyped_storage())
+    flat = raw.view(case.k_cache.dtype)
 
-    def members(chosen: Tensor) -> Tensor:
-        out = torch.zeros(len(chosen), width + 1, dtype=torch.bool, device=DEVICE)
-        return out.scatter_(1, torch.where(chosen >= 0, chosen, width).long(), True)[:, :width]
+    def view(cache: Tensor) -> Tensor:
+        shape = (before + used, *cache.shape[1:])
+        return flat.as_strided(shape, cache.stride(), cache.storage_offset())
 
-    different = members(found) != members(want)
-    kth = clean.gather(1, want[:, -1].clamp(min=0)[:, None])
-    near = (clean - kth).abs() <= BAND * kth.abs().clamp(min=1)
-    assert not different[limits <= TOP_BLOCKS].any()
-    assert (~different | near)[limits > TOP_BLOCKS].all(), "a selection differs outside the tie band"
-
-
-def short_rows(case: Paged, every: int = 3) -> Paged:
-    """Every third row sees little."""
-    small = ints([0, 1, 5, 511, 512, 513, -3]).repeat(case.rows)[: case.rows]
-    third = torch.arange(case.rows, device=DEVICE) % every == 2
-    return replace(case, visible=torch.where(third, torch.minimum(small, case.visible), case.visible).int())
+    known = (case.block_table >= 0) & (case.block_table < case.k_cache.shape[0])
+    table = torch.where(known, case.block_table + before, -1)
+    return replace(case, k_cache=view(case.k_cache), v_cache=view(case.v_cache), block_table=table)

@@ -70,12 +70,17 @@ class RowGather:
     """Static configuration and the device-side steps; kernels inherit and add addressing and the epilogue."""
 
     def __init__(self, head_dim: int, dtype: str, warps: int, k_stages: int, v_stages: int, blocks_per_sm: int):
-        self.head_dim, self.dtype, self.warps = head_dim, dtype, warps
+        # With K and V in fp8, Q and O are bf16 and both products fp16; otherwise all are of one type.
+        self.fp8 = dtype == "fp8_e4m3"
+        self.dtype, self.mma_dtype = ("bf16", "fp16") if self.fp8 else (dtype, dtype)
+        self.head_dim, self.warps = head_dim, warps
         self.k_stages, self.v_stages, self.blocks_per_sm = k_stages, v_stages, blocks_per_sm
+        self.chains = 2  # sums of QK^T that do not wait for each other
         self.threads = 32 * warps
         self.tile = WARP_TOKENS * warps
         self.chunk_tiles = self.threads // self.tile
-        self.pitch = head_dim * 2  # bytes of a K, V or Q row
+        self.pitch = head_dim if self.fp8 else head_dim * 2  # bytes of a K or V row
+        self.q_pitch = head_dim * 2
         self.p_pitch = self.tile * 2
         self.tile_bytes = self.tile * self.pitch
         self.warp_cols = head_dim // warps
@@ -85,7 +90,7 @@ class RowGather:
         self.sizes = {
             "k": k_stages * self.tile_bytes,
             "v": v_stages * self.tile_bytes,
-            "q": ROWS * self.pitch,
+            "q": ROWS * self.q_pitch,
             "slots": CHUNKS * self.threads * 8,
             "masks": CHUNKS * warps * 4,
             "maxima": ROWS * warps * 4,
@@ -115,6 +120,11 @@ class RowGather:
         return ops.load_global_i32_if(Int32(at < top_k), ids + Int64(at) * 4, Int32(-1))
 
     @cute.jit
+    def first_entries(self, ids: Int64, top_k: Int32, share: Share, tid: Int32):
+        """This thread's entries of the first two chunks."""
+        return self.entry(ids, top_k, Int32(0), share, tid), self.entry(ids, top_k, Int32(1), share, tid)
+
+    @cute.jit
     def publish(self, smem: Int32, chunk: Int32, slots, tid: Int32):
         """This thread's resolved entry to the chunk's place in the ring of three."""
         ring = chunk % CHUNKS
@@ -140,14 +150,14 @@ class RowGather:
     @cute.jit
     def load_q(self, smem: Int32, q: Int64, head_bytes: Int64, group: Int32, tid: Int32):
         """Start copying the group's query heads to shared memory; rows past the group become zeros."""
-        chunks = self.pitch // 16
+        chunks = self.q_pitch // 16
         for j in cutlass.range_constexpr(ROWS * chunks // self.threads):
             i = tid + j * self.threads
             row = i // chunks
             c = i % chunks
             live = row < group
             src = q + Int64(row if live else Int32(0)) * head_bytes + Int64(c * 16)
-            dst = smem + self.at["q"] + row * self.pitch + self.swizzle(c, row) * 16
+            dst = smem + self.at["q"] + row * self.q_pitch + self.swizzle(c, row) * 16
             ops.cp_async_16(dst, src, Int32(16) if live else Int32(0))
         cute.arch.cp_async_commit_group()
 
@@ -190,7 +200,7 @@ class RowGather:
     def read_q(self, smem: Int32, tQ: cute.Tensor, lane: Int32):
         """Q's A fragments, 4 registers a k-step, kept for the whole row."""
         row = lane % 16
-        base = smem + self.at["q"] + row * self.pitch
+        base = smem + self.at["q"] + row * self.q_pitch
         for k in cutlass.range_constexpr(self.head_dim // 16):
             chunk = self.swizzle(2 * (k % 4) + lane // 16, row)
             r = ops.ldmatrix_x4(base + chunk * 16 + (k // 4) * 128)
@@ -199,19 +209,25 @@ class RowGather:
 
     @cute.jit
     def qk(self, sK: Int32, tQ: cute.Tensor, tS: cute.Tensor, lane: Int32):
-        """S = Q K^T for the warp's 8 entries, in PTX's accumulator order; even and odd k-steps sum apart."""
+        """S = Q K^T for the warp's 8 entries, in PTX's accumulator order; k-steps take turns in `chains` sums."""
         row = lane % 8
         base = sK + row * self.pitch
-        acc = cute.make_rmem_tensor((8,), Float32)
+        acc = cute.make_rmem_tensor((4 * self.chains,), Float32)
         acc.fill(0.0)
         for k in cutlass.range_constexpr(self.head_dim // 32):
             chunk = self.swizzle(4 * (k % 2) + lane // 8, row)
             b = ops.ldmatrix_x4(base + chunk * 16 + (k // 2) * 128)
             for n in cutlass.range_constexpr(2):
                 a = (tQ[8 * k + 4 * n], tQ[8 * k + 4 * n + 1], tQ[8 * k + 4 * n + 2], tQ[8 * k + 4 * n + 3])
-                self.mma(acc, 4 * n, a, (b[2 * n], b[2 * n + 1]))
+                self.mma(acc, 4 * ((2 * k + n) % self.chains), a, (b[2 * n], b[2 * n + 1]))
+        self.sum_chains(acc, tS)
+
+    @cute.jit
+    def sum_chains(self, acc: cute.Tensor, tS: cute.Tensor):
         for i in cutlass.range_constexpr(4):
             tS[i] = acc[i] + acc[4 + i]
+            if cutlass.const_expr(self.chains == 4):
+                tS[i] = tS[i] + (acc[8 + i] + acc[12 + i])
 
     @cute.jit
     def pv(self, smem: Int32, sV: Int32, tO: cute.Tensor, tid: Int32):
@@ -229,7 +245,7 @@ class RowGather:
 
     @cute.jit
     def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_16816(self.dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
+        d = ops.mma_16816(self.mma_dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
         for i in cutlass.range_constexpr(4):
             acc[at + i] = d[i]
 
@@ -276,7 +292,7 @@ class RowGather:
             tSum[r] = tSum[r] * factor + (p0 + p1)
             ops.store_shared_i32(
                 smem + self.at["p"] + row * self.p_pitch + ((tid // 32) ^ (row % 8)) * 16 + (lane % 4) * 4,
-                ops.pack_2(self.dtype, p0, p1),
+                ops.pack_2(self.mma_dtype, p0, p1),
             )
             for n in cutlass.range_constexpr(self.warp_cols // 8):
                 tO[4 * n + 2 * r] = tO[4 * n + 2 * r] * factor
@@ -308,8 +324,7 @@ class RowGather:
         tO.fill(0.0)
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
-        entry0 = self.entry(ids, top_k, Int32(0), share, tid)
-        entry1 = self.entry(ids, top_k, Int32(1), share, tid)
+        entry0, entry1 = self.first_entries(ids, top_k, share, tid)
         pages0 = source.look_up(entry0)
         pages1 = source.look_up(entry1)
         mine = self.count_tiles(ids, top_k, entry0, share, tid)

@@ -36,6 +36,7 @@ class SparseDecodeCluster(SparseDecode):
         self.lay_out()
         self.groups = head_dim // 8
         inbox = (self.groups + MAX_CLUSTER) * GROUP_BYTES
+        self.at["inbox"] = self.at["v"]
         self.at["peers"] = self.at["v"] + inbox  # [rank][ROWS][maximum, sum] FP32
         self.at["weights"] = self.at["peers"] + MAX_CLUSTER * ROWS * 8  # [rank][ROWS] FP32
         if self.threads < MAX_CLUSTER * ROWS or inbox + MAX_CLUSTER * ROWS * 12 > self.sizes["v"]:
@@ -45,13 +46,17 @@ class SparseDecodeCluster(SparseDecode):
     def begin(self, smem: Int32, share: Share, tid: Int32):
         """Expect every rank's share of this block's columns; let the next kernel start, wait for the last one."""
         if share.num_splits > 1 and tid == 0:
-            barrier = ops.shared_barrier(smem + self.at["inbox_full"])
-            owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
-            cute.arch.mbarrier_init(barrier, 1)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, share.num_splits * share.group * (owned * 32 + 8))
+            self.expect_peers(smem, share)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def expect_peers(self, smem: Int32, share: Share):
+        barrier = ops.shared_barrier(smem + self.at["inbox_full"])
+        owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
+        cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, share.num_splits * share.group * (owned * 32 + 8))
 
     @cute.jit
     def finish(
@@ -68,9 +73,7 @@ class SparseDecodeCluster(SparseDecode):
         if share.num_splits == 1:
             self.store_row(out, share.group, tO, tMax, tSum, tid)
         else:
-            # Orders the set-up of the mbarriers and the reuse of V's tiles; carries no data.
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
+            self.meet()
             slots = (self.groups + share.num_splits - 1) // share.num_splits  # of a rank in the inbox
             self.send(smem, share, slots, tO, tMax, tSum, tid)
             cute.arch.mbarrier_wait(ops.shared_barrier(smem + self.at["inbox_full"]), 0)
@@ -79,6 +82,11 @@ class SparseDecodeCluster(SparseDecode):
             self.sum_owned_columns(smem, out, share, slots, tid)
         if work.counters != 0 and share.split == 0 and tid == 0:
             ops.store_global_i32(work.counters + Int64(work.unit) * 4, Int32(0))
+
+    def meet(self):
+        """Orders the set-up of the mbarriers and the reuse of V's tiles; carries no data."""
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def send(
@@ -97,7 +105,7 @@ class SparseDecodeCluster(SparseDecode):
         # Neighbouring lanes trade halves: the even one sends four columns of row r, the odd one of row r + 8.
         odd = lane % 2 == 1
         row = lane // 4 + 8 * (lane % 2)
-        inbox = smem + self.at["v"] + share.split * slots * GROUP_BYTES + row * 32 + (lane // 2 % 2) * 16
+        inbox = smem + self.at["inbox"] + share.split * slots * GROUP_BYTES + row * 32 + (lane // 2 % 2) * 16
         for n in cutlass.range_constexpr(self.warp_cols // 8):
             group = (tid // 32) * (self.warp_cols // 8) + n
             slot = group // share.num_splits
@@ -123,19 +131,21 @@ class SparseDecodeCluster(SparseDecode):
 
     @cute.jit
     def weigh_ranks(self, smem: Int32, out: RowOutput, share: Share, tid: Int32):
-        """weights[rank][row]: what rank's partial O is multiplied by; a (rank, row) a thread."""
-        row, rank = tid % ROWS, tid // ROWS
-        if rank < share.num_splits and row < share.group:
-            stats = smem + self.at["peers"] + row * 8
-            top, total = Float32(EMPTY_MAX), Float32(0.0)
-            for s in cutlass.range(share.num_splits, unroll=4):
-                top = cute.arch.fmax(top, ops.load_shared_f32(stats + s * (ROWS * 8)))
-            for s in cutlass.range(share.num_splits, unroll=4):
-                top_s, sum_s = ops.load_shared_f32x2(stats + s * (ROWS * 8))
-                total = total + cute.math.exp2(top_s - top, fastmath=True) * sum_s
-            factor = cute.math.exp2(ops.load_shared_f32(stats + rank * (ROWS * 8)) - top, fastmath=True)
-            ops.store_shared_f32(smem + self.at["weights"] + tid * 4, factor * self.inverse(total))
-            if rank == 0 and share.split == 0 and out.lse != 0:
+        """weights[rank][row]: what rank's partial O is multiplied by; a (row, rank) a thread, half a warp a row."""
+        rank, row = tid % MAX_CLUSTER, tid // MAX_CLUSTER
+        if tid < MAX_CLUSTER * ROWS:
+            mine, length = Float32(EMPTY_MAX), Float32(0.0)
+            if rank < share.num_splits and row < share.group:
+                mine, length = ops.load_shared_f32x2(smem + self.at["peers"] + (rank * ROWS + row) * 8)
+            top = mine
+            for step in cutlass.range_constexpr(4):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=8 >> step))
+            factor = cute.math.exp2(mine - top, fastmath=True)
+            total = factor * length
+            for step in cutlass.range_constexpr(4):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=8 >> step)
+            ops.store_shared_f32(smem + self.at["weights"] + (rank * ROWS + row) * 4, factor * self.inverse(total))
+            if rank == 0 and row < share.group and share.split == 0 and out.lse != 0:
                 self.store_lse(out.lse + Int64(row) * 4, top, total)
 
     @cute.jit
@@ -145,15 +155,11 @@ class SparseDecodeCluster(SparseDecode):
         for i in cutlass.range(tid, owned * (2 * ROWS), self.threads, unroll=1):
             half, row, slot = i % 2, i // 2 % ROWS, i // (2 * ROWS)
             if row < share.group:
-                part = smem + self.at["v"] + slot * GROUP_BYTES + row * 32 + half * 16
+                part = smem + self.at["inbox"] + slot * GROUP_BYTES + row * 32 + half * 16
                 o0, o1, o2, o3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
                 for s in cutlass.range(share.num_splits, unroll=4):
                     weight = ops.load_shared_f32(smem + self.at["weights"] + (s * ROWS + row) * 4)
                     v = ops.load_shared_f32x4(part + s * slots * GROUP_BYTES)
                     o0, o1, o2, o3 = o0 + weight * v[0], o1 + weight * v[1], o2 + weight * v[2], o3 + weight * v[3]
                 column = (slot * share.num_splits + share.split) * 8 + half * 4
-                ops.store_global_i32x2(
-                    out.o + Int64(row) * out.o_head + Int64(column) * 2,
-                    ops.pack_2(self.dtype, o0, o1),
-                    ops.pack_2(self.dtype, o2, o3),
-                )
+                self.store_quad(out, row, column, (o0, o1, o2, o3))

@@ -200,3 +200,46 @@ def atomic_add_i32(addr: Int64, value: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "atom.global.acq_rel.gpu.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[addr, value]
     )
+
+
+def mul_hi_u32(a: Int32, b: Int32) -> Int32:
+    """The high word of the product, both taken as unsigned."""
+    return cute.arch.inline_ptx("mul.hi.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def shift_right_u32(a: Int32, by: Int32) -> Int32:
+    """Zeros come in from the left."""
+    return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, by])
+
+
+def prefetch_l2(addr: Int64) -> None:
+    """Bring the line to the L2."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
+
+
+def load_shared_i32x2(addr: Int32) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[addr]
+    )
+
+
+def load_global_i32x2(addr: Int64) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[addr]
+    )
+
+
+def permute_bytes(a: Int32, selector: int) -> Int32:
+    """Byte i of the result is the byte of `a` that nibble i of the selector names."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector:#x};", write_only_types=[Int32], read_only_args=[a]
+    )
+
+
+def e4m3_to_half(word: Int32) -> tuple:
+    """Four e4m3 to fp16, exact: bytes 0 and 1 as one packed word, 2 and 3 as the other. SM89 and up."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }",
+        write_only_types=[Int32] * 2,
+        read_only_args=[word],
+    )

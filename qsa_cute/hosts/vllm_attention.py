@@ -1,0 +1,113 @@
+"""vLLM's QSA sparse attention, by its names and arguments, on our kernels. `hosts.vllm` re-exports these.
+
+Nothing is compiled: the warm-up loads the cubins that calls will use. No call synchronises with the device; all may be
+captured, once the warm-up (or a first call) has loaded the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qsa_cute.errors import ArgumentError
+from qsa_cute.runners import checks
+from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
+from qsa_cute.runners.tensors import current_stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LAYOUTS = 4096  # of calls, remembered with their checked parameters
+_FIELDS = ("q_ptr", "k_ptr", "v_ptr", "indices", "block_table", "token_to_req", "o_ptr", "gate_ptr")
+_known: dict[tuple[Any, ...], PagedAttentionParams] = {}
+
+TILE = 64  # list entries that a block takes at a time
+
+
+def qsa_sparse_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    logical_indices: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    use_prefill_config: bool,
+    out: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    *,
+    output_gate: Tensor,
+) -> Tensor:
+    """Gated sparse attention over paged K and V, vLLM's `qsa_sparse_paged_attention`.
+
+    Args:
+        q: bf16 [rows, q_heads, head_dim].
+        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], bf16 or fp8 e4m3, any strides but a unit inner one.
+        logical_indices: int32 [rows, width + 1], tokens of the row's request, -1 for none; the last column counts them.
+        block_table: int32 [requests, pages of a request]; token_to_req: int32 [rows].
+        use_prefill_config: of vLLM's tuning; the same result either way.
+        out: bf16 like q; made when None.
+        k_scale, v_scale: of an fp8 cache: numbers, or one-element FP32 tensors, which are read on the device.
+        output_gate: bf16, contiguous, as many elements as q.
+
+    Returns: `out`: the attention output, rounded to bf16, times sigmoid(output_gate), rounded again.
+
+    Raises:
+        ArgumentError: an argument does not fit; nothing was launched.
+        UnsupportedError, ArtifactError, CaptureError, DriverError: see `errors`.
+    """
+    import torch
+
+    if out is None:
+        out = torch.empty_like(q)
+    given = (q, k_cache, v_cache, logical_indices, block_table, token_to_req, out, output_gate)
+    try:
+        layout = (k_scale, v_scale, *[(one.shape, one.stride(), one.dtype, one.device) for one in given])
+        known = None if isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor) else _known.get(layout)
+    except (AttributeError, TypeError):
+        known, layout = None, ()
+    if known is None:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        params = PagedAttentionParams.from_tensors(*given[:7], gate=_gate(output_gate, q), **scales)
+        if layout and params.rows:
+            if len(_known) >= MAX_LAYOUTS:
+                _known.clear()
+            _known[layout] = params
+    else:
+        addresses = {name: one.data_ptr() for name, one in zip(_FIELDS, given, strict=True)}
+        params = known.moved(current_stream(known.device, q), **addresses)
+    PagedAttentionRunner.run(params)
+    return out
+
+
+def _gate(gate: Any, q: Any) -> Any:
+    if gate.numel() != q.numel() or not gate.is_contiguous():
+        raise ArgumentError(
+            f"output_gate has shape {list(gate.shape)} and strides {list(gate.stride())}; it takes a contiguous tensor "
+            f"of as many elements as q, {list(q.shape)}"
+        )
+    return gate.view(q.shape)
+
+
+def warmup_qsa_sparse_paged_attention(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    *,
+    num_query_heads: int,
+    selection_width: int,
+) -> tuple[tuple[int, int, int], ...]:
+    """Load and check all that calls on this cache will use.
+
+    Args:
+        kv_cache: [pages, kv_heads, page_size, 2 * head_dim], K and V of a token side by side; bf16, fp8 e4m3, or uint8,
+            which stands for fp8 e4m3.
+
+    Returns: (entries of a tile, blocks that share a list, warps) of each configuration, sorted.
+
+    Raises:
+        ArgumentError, UnsupportedError, ArtifactError, CaptureError, DriverError: see `errors`.
+    """
+    kind = checks.dtype_name(kv_cache.dtype)
+    PagedAttentionRunner.preflight(
+        "fp8_e4m3" if kind == "u8" else kind, device=kv_cache.device.index, head_dim=kv_cache.shape[-1] // 2
+    )
+    return ((TILE, 1, 8),)
