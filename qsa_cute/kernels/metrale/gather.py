@@ -1,0 +1,96 @@
+"""Selected tokens' K and V rows out of a paged cache into contiguous scratch: slot i of k_out and v_out is token sel[i].
+
+Caches are [pages, block_size, nkv, hd] of 16-bit elements, one sequence's pages by block_table. Slots whose token or
+page is negative are left as they are, and nothing is read for them.
+
+Grid: a thread copies one 16-byte chunk of K and the same of V; a thread block 256 consecutive ones, of consecutive
+slots. Baked: nothing. The caller guarantees: 16-byte aligned rows of row_chunks * 16 bytes; block_table covers the
+tokens.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.common.params import i32, ptr
+
+PARAMS = (
+    ptr("k_cache", "elem", 16),
+    ptr("v_cache", "elem", 16),
+    ptr("block_table", "i32"),
+    ptr("sel", "i32"),
+    ptr("k_out", "elem", 16),
+    ptr("v_out", "elem", 16),
+    i32("n_sel"),
+    i32("block_size"),
+    i32("row_chunks"),
+)
+
+THREADS = 256
+
+
+def load_global_i32x4(addr: Int64) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[addr]
+    )
+
+
+def store_global_i32x4(addr: Int64, v: tuple) -> None:
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
+
+
+class Gather:
+    early_launch = early.SUPPORTED
+
+    def __init__(self, head_dim: int, dtype: str):
+        self.threads = THREADS
+        self.smem_bytes = 0
+
+    @cute.jit
+    def __call__(
+        self,
+        k_cache: cute.Pointer,
+        v_cache: cute.Pointer,
+        block_table: cute.Pointer,
+        sel: cute.Pointer,
+        k_out: cute.Pointer,
+        v_out: cute.Pointer,
+        n_sel: Int32,
+        block_size: Int32,
+        row_chunks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(k_cache, v_cache, block_table, sel, k_out, v_out, n_sel, block_size, row_chunks).launch(
+            grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_cache: cute.Pointer,
+        v_cache: cute.Pointer,
+        block_table: cute.Pointer,
+        sel: cute.Pointer,
+        k_out: cute.Pointer,
+        v_out: cute.Pointer,
+        n_sel: Int32,
+        block_size: Int32,
+        row_chunks: Int32,
+    ):
+        early.begin()
+        tid, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        chunk = Int64(group) * THREADS + tid
+        slot = Int32(chunk // row_chunks)
+        if slot < n_sel:
+            token = ops.load_global_i32(sel.toint() + Int64(slot) * 4)
+            in_table = Int32(token >= 0)
+            page = ops.load_global_i32_if(in_table, block_table.toint() + Int64(token // block_size) * 4, Int32(-1))
+            if page >= 0:
+                row = Int64(page) * block_size + token % block_size
+                at = (row * row_chunks + chunk % row_chunks) * 16
+                k = load_global_i32x4(k_cache.toint() + at)
+                v = load_global_i32x4(v_cache.toint() + at)
+                store_global_i32x4(k_out.toint() + chunk * 16, k)
+                store_global_i32x4(v_out.toint() + chunk * 16, v)
