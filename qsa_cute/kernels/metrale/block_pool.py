@@ -19,8 +19,16 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
-from qsa_cute.kernels.metrale.vectors import FREQUENCY_BYTES, LANE_DIMS, PIECE, ROW_BYTES, WARPS, VectorNorm, divide
-from qsa_cute.kernels.metrale.vectors import store_shared_f32x4
+from qsa_cute.kernels.metrale.vectors import (
+    FREQUENCY_BYTES,
+    LANE_DIMS,
+    PIECE,
+    ROW_BYTES,
+    WARPS,
+    VectorNorm,
+    divide,
+    store_shared_f32x4,
+)
 
 PARAMS = (
     ptr("raw_keys", "elem", 8),

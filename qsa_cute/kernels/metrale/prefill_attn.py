@@ -24,7 +24,8 @@ from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.row_gather import RowGather, RowOutput, Share, TokenSource
 from qsa_cute.kernels.common import ops
-from qsa_cute.kernels.common.params import f32, i32, ptr
+from qsa_cute.kernels.common.params import f32, i32, i64, ptr
+from qsa_cute.kernels.metrale.division import Divisor
 
 PARAMS = (
     ptr("q", "elem", 16),
@@ -37,7 +38,11 @@ PARAMS = (
     i32("first_pos"),
     i32("topk"),
     i32("ratio"),
+    i64("ratio_magic"),
+    i32("ratio_shift"),
     i32("block_size"),
+    i64("page_magic"),
+    i32("page_shift"),
     i32("nkv"),
     i32("group_size"),
     f32("inv_sqrt_d"),
@@ -48,7 +53,7 @@ PARAMS = (
 class BlockRow(Share):
     """A whole row whose entries are the tokens of its open block and of the listed blocks."""
 
-    ratio: Int32
+    ratio: Divisor
     length: Int32  # tokens up to the row's own
 
 
@@ -59,27 +64,28 @@ class CachedTokens(TokenSource):
     k: Int64
     v: Int64
     table: Int64
-    token_bytes: Int64
-    block_size: Int32
+    in_token: Int32  # bytes
+    token_bytes: Int32
+    page: Divisor
 
     @cute.jit
     def look_up(self, token: Int32):
-        known = Int32(token >= 0)
-        page = ops.load_global_i32_if(known, self.table + Int64(token // self.block_size) * 4, Int32(-1))
-        return page, page
+        """The token's page, and its place there."""
+        at, place = self.page.divide(cutlass.max(token, Int32(0)))
+        return ops.load_global_i32_if(Int32(token >= 0), self.table + Int64(at) * 4, Int32(-1)), place
 
     @cute.jit
-    def slots(self, token: Int32, pages):
-        slot = Int32(-1)
-        if pages[0] >= 0:
-            slot = pages[0] * self.block_size + token % self.block_size
+    def slots(self, token: Int32, looked_up):
+        slot = looked_up[0] * self.page.value + looked_up[1]
+        slot = slot if looked_up[0] >= 0 else Int32(-1)
         return slot, slot
 
     @cute.jit
     def address(self, slot: Int32, plane: cutlass.Constexpr[int]) -> Int64:
+        at = Int64(slot) * Int64(self.token_bytes) + Int64(self.in_token)
         if cutlass.const_expr(plane == 1):
-            return self.v + Int64(slot) * self.token_bytes
-        return self.k + Int64(slot) * self.token_bytes
+            return self.v + at
+        return self.k + at
 
 
 class PrefillAttention(RowGather):
@@ -96,7 +102,11 @@ class PrefillAttention(RowGather):
         first_pos: Int32,
         topk: Int32,
         ratio: Int32,
+        ratio_magic: Int64,
+        ratio_shift: Int32,
         block_size: Int32,
+        page_magic: Int64,
+        page_shift: Int32,
         nkv: Int32,
         group_size: Int32,
         inv_sqrt_d: Float32,
@@ -113,7 +123,11 @@ class PrefillAttention(RowGather):
             first_pos,
             topk,
             ratio,
+            ratio_magic,
+            ratio_shift,
             block_size,
+            page_magic,
+            page_shift,
             nkv,
             group_size,
             inv_sqrt_d,
@@ -139,7 +153,11 @@ class PrefillAttention(RowGather):
         first_pos: Int32,
         topk: Int32,
         ratio: Int32,
+        ratio_magic: Int64,
+        ratio_shift: Int32,
         block_size: Int32,
+        page_magic: Int64,
+        page_shift: Int32,
         nkv: Int32,
         group_size: Int32,
         inv_sqrt_d: Float32,
@@ -150,14 +168,14 @@ class PrefillAttention(RowGather):
         kv_head = block // rows
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
 
-        share = BlockRow(Int32(0), Int32(1), group_size, ratio, first_pos + row + 1)
-        in_token = Int64(kv_head) * self.pitch
+        share = BlockRow(Int32(0), Int32(1), group_size, Divisor(ratio, ratio_magic, ratio_shift), first_pos + row + 1)
         source = CachedTokens(
-            k_cache.toint() + in_token,
-            v_cache.toint() + in_token,
+            k_cache.toint(),
+            v_cache.toint(),
             block_table.toint(),
-            Int64(nkv) * self.pitch,
-            block_size,
+            kv_head * self.pitch,
+            nkv * self.pitch,
+            Divisor(block_size, page_magic, page_shift),
         )
         ids = lists.toint() + Int64(row) * topk * 4
         head = (Int64(row) * nkv + kv_head) * group_size * self.pitch
@@ -176,17 +194,13 @@ class PrefillAttention(RowGather):
     def entry(self, ids: Int64, entries: Int32, chunk: Int32, share: BlockRow, tid: Int32) -> Int32:
         """This thread's token of a chunk; -1 where there is none."""
         at = chunk * self.threads + tid
-        slot = at // share.ratio
-        complete = share.length // share.ratio  # blocks; the open one's id, too
+        slot, place = share.ratio.divide(at)
+        complete = share.ratio.quotient(share.length)  # blocks; the open one's id, too
         listed = Int32(0)
         if at < entries and slot > 0:
             listed = Int32(1)
         block = ops.load_global_i32_if(listed, ids + Int64(slot - 1) * 4, Int32(-1))
-        token = Int32(-1)
-        if listed != 0:
-            if block >= 0 and block < complete:
-                token = block * share.ratio + at % share.ratio
-        elif at < share.ratio:
-            token = complete * share.ratio + at
-            token = token if token < share.length else Int32(-1)
-        return token
+        block = block if block < complete else Int32(-1)
+        block = block if slot > 0 else complete
+        token = block * share.ratio.value + place
+        return token if block >= 0 and token < share.length else Int32(-1)

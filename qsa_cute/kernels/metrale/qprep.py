@@ -20,8 +20,15 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
-from qsa_cute.kernels.metrale.vectors import FREQUENCY_BYTES, LANE_DIMS, PIECE, ROW_BYTES, WARPS, VectorNorm
-from qsa_cute.kernels.metrale.vectors import store_shared_f32x4
+from qsa_cute.kernels.metrale.vectors import (
+    FREQUENCY_BYTES,
+    LANE_DIMS,
+    PIECE,
+    ROW_BYTES,
+    WARPS,
+    VectorNorm,
+    store_shared_f32x4,
+)
 
 PARAMS = (
     ptr("q_in", "elem", 8),
