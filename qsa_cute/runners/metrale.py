@@ -15,16 +15,16 @@ from typing import Any, ClassVar
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
-from qsa_cute.runners import checks, dispatch
-from qsa_cute.runners.indexer_launch import Launch, addresses, place
+from qsa_cute.runners import checks, dispatch, splits
+from qsa_cute.runners.indexer_launch import Launch, addresses, place, wanted
 from qsa_cute.runners.indexer_select import MMA_ROWS, score_grid
 from qsa_cute.runtime import default_loader
 from qsa_cute.support import Support, SupportCode
 
 MAX_VECTOR = 1024  # dims of an index key or query
-MAX_GROUPS = 1024  # thread blocks of the norms: they take the vectors in turn
+MAX_GROUPS = 16 * splits.SM_COUNT  # thread blocks of the norms, which take the vectors in turn: what 132 SMs hold
 WARPS = 4
-SCORE_BLOCKS = 128  # of a thread block of `Score`
+SCORE_BLOCKS = 64  # of a thread block of `Score`
 TILE_ROWS, TILE_BLOCKS = 16, 128  # of a thread block of `ScoreRows`
 GATHER_CHUNKS = 256  # 16-byte chunks of a thread block of `Gather`
 KERNELS = (
@@ -84,8 +84,9 @@ def rows_of(launch: Any) -> dict[str, int]:
     return {"rows": rows, "first_pos": checks.integer("first_pos", launch.first_pos, 0, checks.INT32_MAX - rows)}
 
 
-def norm_groups(vectors: int) -> int:
-    return min(-(-vectors // WARPS), MAX_GROUPS)
+def norm_launch(vectors: int, hd: int, rot: int) -> dict[str, int]:
+    """Grid and shared memory, as `kernels/metrale/vectors.py` lays it out."""
+    return {"grid": min(-(-vectors // WARPS), MAX_GROUPS), "smem": -(-rot * 4 // 16) * 16 + WARPS * hd * 4}
 
 
 def flat(name: str, pointer: int, count: int, itemsize: int) -> checks.Extent:
@@ -93,7 +94,20 @@ def flat(name: str, pointer: int, count: int, itemsize: int) -> checks.Extent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPool(Launch):
+class Norm(Launch):
+    """A launch whose shared memory depends on its vectors' length."""
+
+    rope_step: int = field(init=False, repr=False)
+    smem: int = field(init=False, repr=False)
+
+    def run(self, dtype: object) -> None:
+        if self.grid:
+            kernel: Any = default_loader().peek(wanted(self.KERNEL, dtype), self.device, self.stream)
+            kernel.launch(self, self.grid, self.stream, smem=self.smem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPool(Norm):
     """Keys of the blocks [first_block, first_block + n_new): raw_keys elem [tokens, hd], k_norm_w elem [hd] as stored,
     block_keys elem [blocks, hd]; only the new blocks' tokens are read and only their keys written.
 
@@ -115,7 +129,6 @@ class BlockPool(Launch):
     rot: int = geometry.ROPE_DIM
     theta: float = geometry.ROPE_THETA
     eps: float = geometry.RMS_EPS
-    rope_step: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         new = checks.integer("n_new", self.n_new, 0)
@@ -128,7 +141,7 @@ class BlockPool(Launch):
             )
         checked = place(self) | norm_of(self) | {"n_new": new, "ratio": ratio, "first_block": first}
         checked |= addresses(self, new > 0, raw_keys=8, k_norm_w=8, block_keys=8)
-        checks.settle(self, checked | {"grid": norm_groups(new)})
+        checks.settle(self, checked | norm_launch(new, checked["hd"], checked["rot"]))
         row = self.hd * checks.ELEM_BYTES
         out = flat("block_keys", self.block_keys + first * row, new * self.hd, 2)
         raw = flat("raw_keys", self.raw_keys + first * ratio * row, new * ratio * self.hd, 2)
@@ -136,7 +149,7 @@ class BlockPool(Launch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueryPrep(Launch):
+class QueryPrep(Norm):
     """Prepared queries of `rows` rows at positions first_pos + row: q_in elem [rows, pitch], of which the first
     n_heads * hd columns are read, q_norm_w elem [hd] as stored, q_out FP32 [rows, n_heads, hd].
 
@@ -158,7 +171,6 @@ class QueryPrep(Launch):
     rot: int = geometry.ROPE_DIM
     theta: float = geometry.ROPE_THETA
     eps: float = geometry.RMS_EPS
-    rope_step: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         checked = place(self) | norm_of(self) | rows_of(self)
@@ -169,7 +181,8 @@ class QueryPrep(Launch):
             raise ArgumentError(f"qkw is {pitch}; it takes at least n_heads * hd, {width}")
         vectors = checks.grid("rows x n_heads", checked["rows"] * heads)
         checked |= addresses(self, vectors > 0, q_in=8, q_norm_w=8, q_out=16)
-        checks.settle(self, checked | {"n_heads": heads, "pitch": pitch, "grid": norm_groups(vectors)})
+        checked |= norm_launch(vectors, checked["hd"], checked["rot"])
+        checks.settle(self, checked | {"n_heads": heads, "pitch": pitch})
         out = flat("q_out", self.q_out, vectors * self.hd, 4)
         q_in = checks.extent("q_in", self.q_in, ((self.rows, pitch),), width, 2)
         checks.disjoint([out], [q_in, flat("q_norm_w", self.q_norm_w, self.hd, 2)])

@@ -108,7 +108,7 @@ def test_angles_hold_where_fp32_loses_them():
 
 
 def test_one_query_is_a_row():
-    rows, want = qprep("bf16", 5, 4, 128, 64, THETA, 900)
+    rows, _ = qprep("bf16", 5, 4, 128, 64, THETA, 900)
     random = seeded(5 + 128)
     q = normal(random, torch.bfloat16, 5, 512)
     weight = 0.1 * normal(random, torch.bfloat16, 128)
@@ -270,8 +270,8 @@ def cancelling(dtype: str, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
     plane = torch.linalg.qr(torch.randn(128, 8, generator=random, device=DEVICE, dtype=torch.float64))[0]
     keys = torch.randn(blocks, 128, generator=random, device=DEVICE, dtype=torch.float64)
     keys = (keys - keys @ plane @ plane.T).to(DTYPES[dtype])
-    q = 12 * torch.randn(rows, 4, 8, generator=random, device=DEVICE, dtype=torch.float64) @ plane.T
-    q = q + 0.02 * torch.randn(rows, 4, 128, generator=random, device=DEVICE, dtype=torch.float64)
+    q = 3 * torch.randn(rows, 4, 8, generator=random, device=DEVICE, dtype=torch.float64) @ plane.T
+    q = q + (0.05 if dtype == "bf16" else 0.01) * torch.randn(rows, 4, 128, generator=random, device=DEVICE, dtype=torch.float64)
     return q.float(), keys
 
 
@@ -293,7 +293,7 @@ def test_two_terms_keep_the_selection(dtype):
     moved = (chosen(one) != chosen(want)).sum(1) // 2
     assert moved.max() >= 4, "one rounding must move blocks, or this test shows nothing"
     different = chosen(two) != chosen(exact)
-    assert not (different & ((want - kth).abs() > 1e-4 * kth)).any(), "a block beyond a tie of the FP32 scores moved"
+    assert not (different & ((want - kth).abs() > 5e-4 * kth)).any(), "a block beyond a tie of the FP32 scores moved"
     assert (different.sum(1) // 2 <= 1).all()
 
 
@@ -374,7 +374,7 @@ def block_lists(kind: str, rows: int, first_pos: int, topk: int, ratio: int, see
             at = torch.rand(topk, generator=random) < 0.3
             lists[row, at] = bad[torch.randint(len(bad), (int(at.sum()),), generator=random)]
         if kind == "mixed" and row % 4 == 3:
-            lists[row, topk // 2 :] = lists[row, : topk - topk // 2]
+            lists[row, topk // 2 :] = lists[row, : topk - topk // 2].clone()
         if kind == "none":
             lists[row] = -1
     return lists.to(DEVICE)
@@ -540,6 +540,7 @@ class Chain:
         self.prepared = torch.empty(self.ROWS, 4, 128, device=DEVICE)
         self.scores = torch.empty(self.ROWS, length // 4, device=DEVICE)
         self.lists = torch.empty(self.ROWS, self.TOPK, dtype=torch.int32, device=DEVICE)
+        self.found = torch.zeros(self.ROWS, self.TOPK, dtype=torch.int64, device=DEVICE)
         self.out = torch.empty_like(self.q)
         self.decode_scores = torch.empty(length // 4, device=DEVICE)
         self.written = self.keys, self.prepared, self.scores, self.out, self.decode_scores
@@ -566,8 +567,6 @@ class Chain:
         sizes = self.ROWS, self.PAST, self.TOPK, 4, 16, 12, 1, 256
         host.qsa_prefill_attn(q, k, v, table, lists, out, *sizes, 0.0625, stream())
         host.qsa_score(prepared, keys, single, blocks, 4, 128, stream())
-
-    found = property(lambda self: self.__dict__.setdefault("_found", self.lists.long()))
 
 
 def test_a_captured_chain_replays_to_the_bit():
