@@ -20,6 +20,7 @@ from qsa_cute.runners.indexer_launch import Launch, addresses, place, wanted
 from qsa_cute.runners.indexer_select import MMA_ROWS, score_grid
 from qsa_cute.runtime import default_loader
 from qsa_cute.support import Support, SupportCode
+from qsa_cute.variants import KERNELS as KERNEL_TABLE
 
 MAX_VECTOR = 1024  # dims of an index key or query
 MAX_GROUPS = 16 * splits.SM_COUNT  # thread blocks of the norms, which take the vectors in turn: what 132 SMs hold
@@ -27,13 +28,9 @@ WARPS = 4
 SCORE_BLOCKS = 64  # of a thread block of `Score`
 TILE_ROWS, TILE_BLOCKS = 16, 128  # of a thread block of `ScoreRows`
 GATHER_CHUNKS = 256  # 16-byte chunks of a thread block of `Gather`
-KERNELS = (
-    "metrale_block_pool",
-    "metrale_qprep",
-    "metrale_score",
-    "metrale_score_rows",
-    "metrale_score_rows_tc",
-)
+KERNELS = ("metrale_block_pool", "metrale_qprep", "metrale_score", "metrale_score_rows")
+MMA, WGMMA = "metrale_score_rows_tc", "metrale_score_rows_tc_wgmma"
+WGMMA_ROWS = 32 * KERNEL_TABLE[WGMMA].tuning[0].baked["groups"]  # of a tile, by wgmma
 GATHER, ATTENTION = "metrale_gather", "metrale_prefill_attn"
 
 
@@ -264,9 +261,14 @@ class ScoreRows(Launch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRowsTc(Launch):
-    """As `ScoreRows`, of 4 heads of 128 dims, on the tensor cores: queries as two terms of the keys' type."""
+    """As `ScoreRows`, of 4 heads of 128 dims, on the tensor cores: queries as two terms of the keys' type.
 
-    KERNEL: ClassVar[str] = "metrale_score_rows_tc"
+    Attributes:
+        algorithm: "wgmma" (SM90) or "mma" (every SM); None picks what suits the device.
+    """
+
+    KERNEL: ClassVar[str] = MMA
+    TILES: ClassVar[dict[str, tuple[str, int]]] = {"mma": (MMA, MMA_ROWS), "wgmma": (WGMMA, WGMMA_ROWS)}
 
     q: int
     block_keys: int
@@ -276,13 +278,22 @@ class ScoreRowsTc(Launch):
     first_pos: int
     score_stride: int
     ratio: int = geometry.BLOCK_TOKENS
+    algorithm: str | None = None
 
     def __post_init__(self) -> None:
+        if self.algorithm is not None and self.algorithm not in self.TILES:
+            raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes 'wgmma', 'mma' or None")
         checks.settle(self, _score_rows(self))
-        rows, blocks = self.rows, self.n_blocks_max
-        grid = score_grid(MMA_ROWS, rows, 0, rows, blocks) if rows and blocks else 0
-        checks.settle(self, {"grid": grid})
+        checks.settle(self, {"grid": self.rows if self.n_blocks_max else 0})
         _score_rows_apart(self, geometry.INDEX_HEADS * geometry.INDEX_HEAD_DIM, geometry.INDEX_HEAD_DIM)
+
+    def run(self, dtype: object) -> None:
+        if self.grid:
+            loader = default_loader()
+            is_sm90 = dispatch.capability(loader, self.device) == dispatch.SM90
+            name, tile = self.TILES[self.algorithm or ("wgmma" if is_sm90 else "mma")]
+            kernel: Any = loader.peek(wanted(name, dtype), self.device, self.stream)
+            kernel.launch(self, score_grid(tile, self.rows, 0, self.rows, self.n_blocks_max), self.stream)
 
 
 def _pages(launch: Any) -> dict[str, int]:
@@ -469,6 +480,8 @@ class MetraleRunner:
         each = [dispatch.wanted(name, geometry.INDEX_HEAD_DIM, dtype) for name in KERNELS]
         attention = [dispatch.wanted(ATTENTION, dim, dtype) for dim in dims]
         loader = default_loader()
+        is_sm90 = dispatch.capability(loader, -1 if device is None else device) == dispatch.SM90
+        each.append(dispatch.wanted(WGMMA if is_sm90 else MMA, geometry.INDEX_HEAD_DIM, dtype))
         each.append(dispatch.wanted(GATHER, geometry.INDEX_HEAD_DIM, "bf16"))
         dispatch.preload(loader, each, device, stream, strict=True)
         dispatch.preload(loader, attention, device, stream, strict=head_dim is not None)
