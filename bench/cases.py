@@ -110,6 +110,9 @@ def entries(first: int, rows: int) -> int:
     return short * first + short * (short + 1) // 2 + (rows - short) * INDEX_WIDTH
 
 
+PREPARED_BYTES = INDEX_HEADS * INDEX_HEAD_DIM * 4  # one row of Metrale's prepared queries
+
+
 # Useful (FLOPs, bytes) of a family, from the dimensions of an id.
 Work = Callable[[Mapping[str, int]], tuple[int, int]]
 
@@ -149,6 +152,11 @@ def _vllm_attention(n: Mapping[str, int]) -> tuple[int, int]:
         return count * entry, rows + n["ctx"] * token
     count = n["batch"] * INDEX_WIDTH
     return count * entry, count * token
+
+
+def _metrale_rows(n: Mapping[str, int]) -> tuple[int, int]:
+    flops, moved = _scores(n["rows"], n["ctx"] // BLOCK_TOKENS, n["ctx"] // BLOCK_TOKENS)
+    return flops, moved + n["rows"] * (PREPARED_BYTES + 4 * (n["ctx"] // BLOCK_TOKENS))
 
 
 def _sum(*parts: tuple[int, int]) -> tuple[int, int]:
@@ -278,6 +286,36 @@ FAMILIES: Mapping[str, Family] = {
             for size in (*(f"b{b}" for b in (1, 4, 16, 32, 64, 128)), "rows4096")
         },
         ("bf16", "fp8"),
+    ),
+    # Metrale's operations; their floors are the GPU's own.
+    "metrale_pool": Family(
+        r"ctx(?P<ctx>\d+)", lambda n: (0, n["ctx"] * KEY_BYTES * (BLOCK_TOKENS + 1) // BLOCK_TOKENS), {"ctx32768": None}
+    ),
+    "metrale_qprep": Family(
+        r"rows(?P<rows>\d+)",
+        lambda n: (0, n["rows"] * (INDEX_HEADS * KEY_BYTES + PREPARED_BYTES)),
+        {"rows1": None, "rows4096": None},
+    ),
+    "metrale_score": Family(
+        r"ctx(?P<ctx>\d+)",
+        lambda n: _sum(_scores(1, n["ctx"] // BLOCK_TOKENS, n["ctx"] // BLOCK_TOKENS), (0, n["ctx"])),
+        dict.fromkeys(("ctx16384", "ctx65536", "ctx262144", "ctx1048576")),
+    ),
+    "metrale_score_rows": Family(
+        r"ctx(?P<ctx>\d+)/rows(?P<rows>\d+)", _metrale_rows, dict.fromkeys(("ctx8192/rows4096", "ctx32768/rows4096"))
+    ),
+    "metrale_score_rows_tc": Family(
+        r"ctx(?P<ctx>\d+)/rows(?P<rows>\d+)",
+        _metrale_rows,
+        dict.fromkeys(("ctx8192/rows4096", "ctx32768/rows4096", "ctx131072/rows4096")),
+    ),
+    "metrale_gather": Family(
+        r"ctx(?P<ctx>\d+)/rows(?P<rows>\d+)", lambda n: (0, 2 * n["rows"] * TOKEN_BYTES), {"ctx32768/rows2051": None}
+    ),
+    "metrale_prefill": Family(
+        r"ctx(?P<ctx>\d+)/rows(?P<rows>\d+)/rho(?P<rho>[01](\.\d+)?)",
+        lambda n: _attention_rows(n["ctx"], n["rows"]),
+        dict.fromkeys(("ctx32768/rows4096/rho0", "ctx32768/rows4096/rho0.995", "ctx131072/rows4096/rho0.995")),
     ),
     # A run costs the host at most 1.5 bare launches.
     "host": Family(r"launch", lambda n: (0, 0), {"launch": Target(ratio=1 / 1.5, peers=("bare",))}),

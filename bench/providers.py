@@ -7,11 +7,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import ours, peers, vllm_attention, vllm_select
+from bench import inputs, metrale, ours, peers, vllm_attention, vllm_select
 from bench.work import Work
 
 Maker = Callable[[Any, Any], Work]
 
+MAKERS: Mapping[str, Callable[[Any], Any]] = {**inputs.MAKERS, **metrale.MAKERS}
 PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "prefill": {
         "ours": ours.prefill,
@@ -47,5 +48,16 @@ PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
         "ours": ours.layer_decode,
         "ours_indexer": functools.partial(ours.layer_decode, half="indexer"),
         "ours_attention": functools.partial(ours.layer_decode, half="attention"),
+    },
+    "metrale_pool": {"ours": metrale.pool},
+    "metrale_qprep": {"ours": metrale.qprep},
+    "metrale_score": {"ours": metrale.score},
+    "metrale_score_rows": {"ours": metrale.score_rows},
+    "metrale_score_rows_tc": {"ours": functools.partial(metrale.score_rows, tc=True)},
+    "metrale_gather": {"ours": metrale.gather},
+    "metrale_prefill": {
+        "ours": metrale.prefill,
+        "ours_rows": functools.partial(ours.prefill, index_kind="padded", algorithm="rows"),
+        "vllm": peers.vllm_prefill,
     },
 }

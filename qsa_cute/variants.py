@@ -193,6 +193,12 @@ def _indexer(
     return Kernel(name, f"qsa_cute.kernels.indexer.{entry}", each, tensor_core)
 
 
+def _metrale(name: str, entry: str, tensor_core: str = "", dtypes: tuple[str, ...] = HALF_DTYPES) -> Kernel:
+    """A kernel of Metrale's operations. Vector lengths are run-time values there; 128, the model's, stands in names."""
+    tuning = (Tuning({}, head_dims=(geometry.INDEX_HEAD_DIM,), dtypes=dtypes),)
+    return Kernel(name, f"qsa_cute.kernels.metrale.{entry}", tuning, tensor_core)
+
+
 # SM90 selects rows of up to 8192 blocks, and few rows of more, by `select_held`.
 _SELECT = tuple(
     Tuning({"threads": threads, "held": held}, sms, (geometry.INDEX_HEAD_DIM,))
@@ -318,6 +324,17 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 {"threads": 512, "held": 32, "ranks": 2, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 4, "blocks_per_sm": 1},
                 sms=("sm_90a",),
+            ),
+            _metrale("metrale_block_pool", "block_pool:BlockPool"),
+            _metrale("metrale_qprep", "qprep:QueryPrep"),
+            _metrale("metrale_score", "score:Score"),
+            _metrale("metrale_score_rows", "score_rows:ScoreRows"),
+            _metrale("metrale_score_rows_tc", "score_rows_tc:ScoreRowsTc", tensor_core="HMMA"),
+            _metrale("metrale_gather", "gather:Gather", dtypes=("bf16",)),  # moves 16-bit elements of either type
+            Kernel(
+                name="metrale_prefill_attn",
+                entry="qsa_cute.kernels.metrale.prefill_attn:PrefillAttention",
+                tuning=_row_gather(paged=True),
             ),
             _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 8}, sms=("sm_90a",)),
         )
