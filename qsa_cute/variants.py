@@ -46,6 +46,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "rows": "r",
         "groups": "g",
         "threads": "t",
+        "pool": "p",
         "held": "h",
         "ranks": "c",
         "warps": "w",
@@ -157,6 +158,18 @@ def _indexer(
     return Kernel(name, f"qsa_cute.kernels.indexer.{entry}", each, tensor_core)
 
 
+# The conversion to e4m3 needs SM89. GLM-5.3-Flash's pools have 4 tokens.
+_FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))
+
+_POOLS = ({"pool": 4}, {"pool": 2}, {"pool": 8})
+
+
+def _kpool(name: str, entry: str, *tunings: Mapping[str, int], sms: tuple[str, ...] = _FP8_SMS) -> Kernel:
+    """A kernel of GLM's kpool indexer. Those with a pool have it baked."""
+    each = tuple(Tuning(baked, sms, (geometry.INDEX_HEAD_DIM,), ("bf16",)) for baked in tunings or ({},))
+    return Kernel(name, f"qsa_cute.kernels.kpool.{entry}", each, tensor_core="")
+
+
 # SM90 selects rows of up to 8192 blocks, and few rows of more, by `select_held`.
 _SELECT = tuple(
     Tuning({"threads": threads, "held": held}, sms, (geometry.INDEX_HEAD_DIM,))
@@ -241,6 +254,11 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 sms=("sm_90a",),
             ),
             _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 8}, sms=("sm_90a",)),
+            _kpool("kpool_hadamard", "hadamard_quant:HadamardQuant"),
+            _kpool("kpool_compress", "compress_write:CompressWrite", *_POOLS),
+            _kpool("kpool_decode", "decode_update:DecodeUpdate", *_POOLS),
+            _kpool("kpool_seed_tail", "seed_tail:SeedTail", sms=SMS),
+            _kpool("kpool_expand", "expand_tail:ExpandTail", sms=SMS),
         )
     }
 )
