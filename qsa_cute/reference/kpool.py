@@ -35,9 +35,10 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def power_scale(absmax: Tensor) -> Tensor:
-    """2^ceil(log2(absmax / 448)), exactly: 448 is 0.875 x 2^9."""
+    """2^ceil(log2(absmax / 448)), exactly: 448 is 0.875 x 2^9. Infinity for infinity."""
     mantissa, exponent = torch.frexp(absmax)
-    return torch.ldexp(torch.ones_like(absmax), exponent - torch.where(mantissa <= 0.875, 9, 8))
+    scale = torch.ldexp(torch.ones_like(absmax), exponent - torch.where(mantissa <= 0.875, 9, 8))
+    return torch.where(absmax.isinf(), absmax, scale)
 
 
 def quantise(y: Tensor, round_scale: bool = True) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ For token t of a request, in order, at position p with cache slot c and tail slo
 
 A block below 0 counts as block 0 in step 1; a block or a cache slot past its cache reads and writes nothing.
 
-Grid: (num_requests); a warp a request, 4 dims a lane: what a lane reads from the ring, the same lane wrote. Indices, keys
-and scores of 4 tokens are loaded at once; only a completed pool waits for memory again.
+Grid: (num_requests); a warp a request, 4 dims a lane: what a lane reads from the ring, the same lane wrote. All tokens'
+indices are loaded at once, keys and scores one token ahead; only a completed pool waits for memory again.
 
 Baked: tokens of a pool. The caller guarantees: 8-byte aligned rows, 16-byte aligned ape (contiguous), a ring that is a
 multiple of the pool, and that no two requests share a tail block.
@@ -51,7 +51,6 @@ PARAMS = (
     i64("score_stride_token"),
 )
 
-AHEAD = 4  # tokens whose loads are under way at once
 BITS = (0, 1, ~0, ~1, ~2, ~3, ~4)
 
 
@@ -157,40 +156,42 @@ class DecodeUpdate:
         for j in cutlass.range_constexpr(self.pool):
             ape.append(rn.load_f32x4_if(Int32(1), ape_ptr.toint() + Int64(lane * 16) + j * 512))
 
-        for first in cutlass.range(0, next_n, AHEAD, unroll=1):
-            tokens = []
-            for i in cutlass.range_constexpr(AHEAD):
-                t = first + i
-                live = Int32(t < next_n)
-                index = Int64(request) * Int64(next_n) + Int64(t)
-                slot = po.load_index(live, slots_ptr.toint() + index * Int64(slot_words * 4), slot_words)
-                position = po.load_index(
-                    live, positions_ptr.toint() + index * Int64(position_words * 4), position_words
-                )
-                tail_slot = po.load_index(
-                    live, tail_slots_ptr.toint() + index * Int64(tail_slot_words * 4), tail_slot_words
-                )
-                key = rn.load_i32x2_if(live, keys + Int64(t) * key_stride_token * 2)
-                score = rn.load_i32x2_if(live, scores + Int64(t) * score_stride_token * 2)
-                tokens.append((slot, position, tail_slot, key, score))
-            for i in cutlass.range_constexpr(AHEAD):
-                slot, position, tail_slot, key, score = tokens[i]
-                block = cutlass.max(tail_slot, Int32(0)) // ring
-                known = Int32(0)
-                if position >= 0 and block < num_tail_blocks:
-                    known = Int32(1)
-                place = position % ring
-                row = tail_ptr.toint() + Int64(block) * tail_stride_block * 2 + lane_bytes
-                page, entry = po.cache_entry(slot, page_size, num_pages)
-                if known != 0 and page >= 0 and position % self.pool == self.pool - 1:
-                    first_of_pool = row + Int64((place - (self.pool - 1)) * po.HEAD_BYTES)
+        for first in cutlass.range(0, next_n, 32, unroll=1):
+            count = cutlass.min(next_n - first, Int32(32))
+            # Lane i works out where token first + i goes; the tokens then take turns, each loaded one ahead.
+            live = Int32(lane < count)
+            index = Int64(request) * Int64(next_n) + Int64(first + lane)
+            slot = po.load_index(live, slots_ptr.toint() + index * Int64(slot_words * 4), slot_words)
+            position = po.load_index(live, positions_ptr.toint() + index * Int64(position_words * 4), position_words)
+            tail_slot = po.load_index(live, tail_slots_ptr.toint() + index * Int64(tail_slot_words * 4), tail_slot_words)
+            next_key = rn.load_i32x2_if(Int32(1), keys + Int64(first) * key_stride_token * 2)
+            next_score = rn.load_i32x2_if(Int32(1), scores + Int64(first) * score_stride_token * 2)
+            page, entry = po.cache_entry(slot, page_size, num_pages)
+            block = cutlass.max(tail_slot, Int32(0)) // ring
+            known = position >= 0 and block < num_tail_blocks
+            if not (known and page >= 0 and position % self.pool == self.pool - 1):
+                page = Int32(-1)
+            stashed = Int32(1) if known and tail_slot >= 0 else Int32(0)
+            row = tail_ptr.toint() + Int64(block) * tail_stride_block * 2 + Int64(position % ring * po.HEAD_BYTES)
+            row_low, row_high = row.to(Int32), (row >> 32).to(Int32)
+
+            for i in cutlass.range(count, unroll=1):
+                key, score = next_key, next_score
+                t = Int64(first + i + 1)
+                next_key = rn.load_i32x2_if(Int32(i + 1 < count), keys + t * key_stride_token * 2)
+                next_score = rn.load_i32x2_if(Int32(i + 1 < count), scores + t * score_stride_token * 2)
+                to_page = cute.arch.shuffle_sync(page, i)
+                low, high = cute.arch.shuffle_sync(row_low, i), cute.arch.shuffle_sync(row_high, i)
+                at = (Int64(high) << 32 | (Int64(low) & 0xFFFFFFFF)) + lane_bytes
+                if to_page >= 0:
+                    first_of_pool = at - Int64((self.pool - 1) * po.HEAD_BYTES)
                     packed = self.compress(first_of_pool, tail_stride_half * 2, key, score, ape, lane, round_scale)
-                    base = cache_ptr.toint() + Int64(page) * page_stride
-                    ops.store_global_i32(base + Int64(entry * 128 + lane * 4), packed[1])
+                    place = cute.arch.shuffle_sync(entry, i)
+                    base = cache_ptr.toint() + Int64(to_page) * page_stride
+                    ops.store_global_i32(base + Int64(place * 128 + lane * 4), packed[1])
                     if lane == 0:
-                        ops.store_global_f32(base + Int64(page_size * 128 + entry * 4), packed[0])
-                if known != 0 and tail_slot >= 0:
-                    at = row + Int64(place * po.HEAD_BYTES)
+                        ops.store_global_f32(base + Int64(page_size * 128 + place * 4), packed[0])
+                if cute.arch.shuffle_sync(stashed, i) != 0:
                     ops.store_global_i32x2(at, key[0], key[1])
                     ops.store_global_i32x2(at + tail_stride_half * 2, score[0], score[1])
 

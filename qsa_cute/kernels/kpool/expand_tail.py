@@ -45,13 +45,14 @@ PARAMS = (
 )
 
 FAST_POOL = 4  # whose expansion is shifts
+QUADS = 2  # of columns a thread loads at once: 288 threads hold a row of 2051
 
 
 class ExpandTail:
     early_launch = early.SUPPORTED
 
     def __init__(self, head_dim: int, dtype: str):
-        self.threads = 256
+        self.threads = 288
         self.smem_bytes = 0
 
     @cute.jit
@@ -133,41 +134,40 @@ class ExpandTail:
         row, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         lengths = seq_lens_ptr.toint()
-        length = po.load_index(Int32(lengths != 0), lengths + Int64(row) * Int64(seq_words * 4), seq_words)
-        closed = length // pool_size
-        counts = pool_lens_ptr.toint()
-        if counts != 0:
-            closed = po.load_index(Int32(1), counts + Int64(row) * Int64(pool_len_words * 4), pool_len_words)
-        open_start = closed * pool_size
-        open_count = cutlass.min(length - open_start, tail)
-        shifts = po.load_index(
-            Int32(offsets_ptr.toint() != 0), offsets_ptr.toint() + Int64(row) * Int64(offset_words * 4), offset_words
-        )
-        if offsets_ptr.toint() == 0:
-            shifts = Int32(0)
+        if lengths != 0:
+            lengths = lengths + Int64(row) * Int64(seq_words * 4)
         ids = ids_ptr.toint() + Int64(row) * ids_stride_row * Int64(id_words * 4)
         valid = valid_ptr.toint()
-        if valid != 0:
-            valid = valid + Int64(row) * valid_stride_row
         table = page_table_ptr.toint()
-        if table != 0:
-            table = table + Int64(row) * table_stride_row * Int64(table_words * 4)
-        plain = Int32(0)
-        if pool_size == FAST_POOL and copy == 0 and valid == 0 and table == 0 and id_words == 1:
-            plain = Int32(1)
-
+        offsets = offsets_ptr.toint()
         columns = topk + tail
         out = out_ptr.toint() + Int64(row) * out_stride_row * 4
         shift = ((out >> 2) & 3).to(Int32)  # words between the aligned address before the row and the row
-        for quad in cutlass.range(tid, (columns + shift + 3) // 4, self.threads, unroll=1):
-            column = 4 * quad - shift
-            values = (Int32(-1), Int32(-1), Int32(-1), Int32(-1))
-            if plain != 0:
-                values = self.fast(ids, column, topk, open_start, open_count, shifts)
-            else:
-                each = []
+        quads = (columns + shift + 3) // 4
+        plain = pool_size == FAST_POOL and copy == 0 and valid == 0 and table == 0
+        if plain and pool_lens_ptr.toint() == 0 and offsets == 0:
+            for first in cutlass.range(tid, quads, QUADS * self.threads, unroll=1):
+                self.fast(ids, lengths, out, first, shift, topk, columns, id_words, seq_words)
+        else:
+            length = po.load_index(Int32(lengths != 0), lengths, seq_words)
+            closed = length // pool_size
+            counts = pool_lens_ptr.toint()
+            if counts != 0:
+                closed = po.load_index(Int32(1), counts + Int64(row) * Int64(pool_len_words * 4), pool_len_words)
+            open_start = closed * pool_size
+            open_count = cutlass.min(length - open_start, tail)
+            moved = Int32(0)
+            if offsets != 0:
+                moved = po.load_index(Int32(1), offsets + Int64(row) * Int64(offset_words * 4), offset_words)
+            if valid != 0:
+                valid = valid + Int64(row) * valid_stride_row
+            if table != 0:
+                table = table + Int64(row) * table_stride_row * Int64(table_words * 4)
+            for quad in cutlass.range(tid, quads, self.threads, unroll=1):
+                column = 4 * quad - shift
+                values = []
                 for i in cutlass.range_constexpr(4):
-                    each.append(
+                    values.append(
                         self.general(
                             ids,
                             valid,
@@ -181,36 +181,49 @@ class ExpandTail:
                             table_words,
                             open_start,
                             open_count,
-                            shifts,
+                            moved,
                         )
                     )
-                values = (each[0], each[1], each[2], each[3])
-            at = out + Int64(column) * 4
-            if column >= 0 and column + 3 < columns:
-                store_i32x4(at, values)
-            else:
-                for i in cutlass.range_constexpr(4):
-                    if column + i >= 0 and column + i < columns:
-                        ops.store_global_i32(at + 4 * i, values[i])
+                store_columns(out, column, columns, (values[0], values[1], values[2], values[3]))
 
     @cute.jit
-    def fast(self, ids: Int64, column: Int32, topk: Int32, open_start: Int32, open_count: Int32, shifts: Int32):
-        """Columns column .. column + 3 for pools of 4 and int32 ids: at most two pools."""
-        pool = column >> 2  # floors, so that column -1 is pool -1
+    def fast(
+        self,
+        ids: Int64,
+        lengths: Int64,
+        out: Int64,
+        quad: Int32,
+        shift: Int32,
+        topk: Int32,
+        columns: Int32,
+        id_words: Int32,
+        seq_words: Int32,
+    ):
+        """QUADS times four columns, a block's threads apart, for pools of 4 and tokens as they are: each four touch at
+        most two pools, and nothing is waited for before all is loaded. Of an int64 id the low word counts."""
         last = topk // FAST_POOL
-        first = ops.load_global_i32_if(Int32(Int32(pool >= 0) & Int32(pool < last)), ids + Int64(pool) * 4, Int32(-1))
-        second = ops.load_global_i32_if(Int32(pool + 1 < last), ids + Int64(pool + 1) * 4, Int32(-1))
-        values = []
-        for i in cutlass.range_constexpr(4):
-            at = column + i
-            chosen = first if at >> 2 == pool else second
-            token = chosen * FAST_POOL + (at & 3)
-            kept = chosen >= 0
-            if at >= topk:
-                token = open_start + (at - topk)
-                kept = at - topk < open_count
-            values.append(token + shifts if kept else Int32(-1))
-        return values[0], values[1], values[2], values[3]
+        length = po.load_index(Int32(lengths != 0), lengths, seq_words)
+        loaded = []
+        for k in cutlass.range_constexpr(QUADS):
+            pool = (4 * (quad + k * self.threads) - shift) >> 2  # floors, so that column -1 is pool -1
+            at = ids + Int64(pool * id_words) * 4
+            first = ops.load_global_i32_if(Int32(Int32(pool >= 0) & Int32(pool < last)), at, Int32(-1))
+            second = ops.load_global_i32_if(Int32(pool + 1 < last), at + Int64(id_words * 4), Int32(-1))
+            loaded.append((pool, first, second))
+        open_start = length // FAST_POOL * FAST_POOL
+        for k in cutlass.range_constexpr(QUADS):
+            pool, first, second = loaded[k]
+            column = 4 * (quad + k * self.threads) - shift
+            values = []
+            for i in cutlass.range_constexpr(4):
+                at = column + i
+                chosen = first if at >> 2 == pool else second
+                token = chosen * FAST_POOL + (at & 3) if chosen >= 0 else Int32(-1)
+                opened = open_start + (at - topk)
+                if at >= topk:
+                    token = opened if opened < length else Int32(-1)
+                values.append(token)
+            store_columns(out, column, columns, (values[0], values[1], values[2], values[3]))
 
     @cute.jit
     def general(
@@ -227,7 +240,7 @@ class ExpandTail:
         table_words: Int32,
         open_start: Int32,
         open_count: Int32,
-        shifts: Int32,
+        moved: Int32,
     ):
         """One column, whatever is given."""
         history = Int32(0)
@@ -253,7 +266,7 @@ class ExpandTail:
             token = open_start + (column - topk)
             kept = Int32(column - topk < open_count)
             clamped = cutlass.min(cutlass.max(token, Int32(0)), most)
-        result = token + shifts
+        result = token + moved
         if table != 0:
             result = po.load_index(kept, table + Int64(clamped) * Int64(table_words * 4), table_words)
         if kept == 0:
@@ -261,6 +274,18 @@ class ExpandTail:
         if copy != 0 and history != 0:
             result = chosen
         return result
+
+
+@cute.jit
+def store_columns(out: Int64, column: Int32, columns: Int32, values: tuple):
+    """Columns column .. column + 3 of a row: at once where all exist."""
+    at = out + Int64(column) * 4
+    if column >= 0 and column + 3 < columns:
+        store_i32x4(at, values)
+    else:
+        for i in cutlass.range_constexpr(4):
+            if column + i >= 0 and column + i < columns:
+                ops.store_global_i32(at + 4 * i, values[i])
 
 
 def store_i32x4(addr: Int64, v: tuple) -> None:

@@ -179,11 +179,15 @@ def absmax(words: tuple, lanes: int) -> Float32:
     return maximum(maximum(low, high), Float32(LEAST_ABSMAX))
 
 
-def power_scale(most: Float32) -> tuple:
+@cute.jit
+def power_scale(most: Float32):
     """(2^ceil(log2(most / 448)), its inverse), exactly, from the bits: 448 is 1.75 x 2^8, so a mantissa above 1.75
-    carries into the exponent."""
+    carries into the exponent. Infinity has scale infinity."""
     exponent = (as_int(most) + Int32(0x7FFFFF - 0x600000)) >> 23
-    return as_float((exponent - 8) << 23), as_float((262 - exponent) << 23)
+    finite = exponent < 255
+    scale = ((exponent - 8) << 23) if finite else Int32(0x7F800000)
+    inverse = ((262 - exponent) << 23) if finite else Int32(0)
+    return as_float(scale), as_float(inverse)
 
 
 def pack_e4m3(x: list) -> tuple:
@@ -193,7 +197,7 @@ def pack_e4m3(x: list) -> tuple:
 
 @cute.jit
 def quantise(words: tuple, lanes: cutlass.Constexpr[int], round_scale: Int32):
-    """(scale, e4m3 words...) of a vector in packed bf16: x / scale, scale its absmax / 448, or the next power of two."""
+    """(scale, e4m3 words...) of a vector in packed bf16: x / scale, scale its absmax / 448 or the next power of two."""
     most = absmax(words, lanes)
     x = unpack(words)
     scale, inverse = power_scale(most)
