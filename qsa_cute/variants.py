@@ -161,6 +161,10 @@ def _indexer(
 # The conversion to e4m3 needs SM89. GLM-5.3-Flash's pools have 4 tokens.
 _FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))
 
+_KPOOL_SCORES = tuple(
+    Tuning({"rows": rows, "groups": groups, "stages": stages}, ("sm_90a",), (geometry.INDEX_HEAD_DIM,), ("fp8_e4m3",))
+    for rows, groups, stages in ((8, 2, 4), (4, 1, 6), (4, 2, 6))
+)
 _POOLS = ({"pool": 4}, {"pool": 2}, {"pool": 8})
 
 
@@ -259,6 +263,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             _kpool("kpool_decode", "decode_update:DecodeUpdate", *_POOLS),
             _kpool("kpool_seed_tail", "seed_tail:SeedTail", sms=SMS),
             _kpool("kpool_expand", "expand_tail:ExpandTail", sms=SMS),
+            Kernel("kpool_scores", "qsa_cute.kernels.kpool.scores:Scores", _KPOOL_SCORES, tensor_core="QGMMA"),
         )
     }
 )

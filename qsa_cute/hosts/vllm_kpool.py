@@ -18,6 +18,7 @@ from qsa_cute.errors import ArgumentError
 from qsa_cute.runners.checks import show
 from qsa_cute.runners.kpool import CompressWrite, DecodeUpdate, HadamardQuant, SeedTail
 from qsa_cute.runners.kpool_expand import ExpandTail
+from qsa_cute.runners.kpool_scores import TOP, WIDTH, PoolSelectParams, PoolSelectRunner
 
 INDEX_HEAD_DIM = geometry.INDEX_HEAD_DIM
 
@@ -31,6 +32,7 @@ __all__ = [
     "kpool_compress_and_write_cache",
     "kpool_decode_update_and_maybe_write_cache_batched",
     "kpool_seed_tail_cache",
+    "kpool_select",
 ]
 
 
@@ -270,6 +272,49 @@ def expand_pools_and_append_tail(
         out, pool_ids, pool_size, seq_lens=seq_lens, page_table=page_table, offsets=topk_offsets
     ).run()
     return out
+
+
+def kpool_select(
+    q_fp8: Tensor,
+    weights: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    row_requests: Tensor | None = None,
+    next_n: int = 0,
+    workspace: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score each row's visible pools, select the 512 best, and list their tokens with the open pool's; SM90.
+
+    In place of fp8_mqa_logits or fp8_paged_mqa_logits, the top-k and `expand_pools_and_append_tail`; the cache is read
+    where it lies. Ties go to the lower pool, so the selection is a function of the row alone.
+
+    Args:
+        q_fp8: float8_e4m3fn [rows, 32, 128], of `fwht128_quant_fp8`.
+        weights: FP32 [rows, 32], the query's scale, the softmax scale and the head's weight multiplied.
+        kv_cache: uint8 [pages, page_size, 132], page_size a multiple of 8, pages 16-byte aligned.
+        block_table: int32 [requests, max_pages], of pool pages. seq_lens: int32 [rows], tokens a row sees with its own.
+        max_seq_len: the longest of seq_lens or more, known to the host.
+        row_requests: int32 [rows], the request of each prefill row, equal ones together; None: all rows are request
+            0's. next_n: of a decode step, row r being request r // next_n's; 0 for prefill.
+        workspace: uint8, of `PoolSelectRunner.workspace_size`; allocated when None.
+
+    Returns: int32 [rows, 512], pools ascending, then -1; int32 [rows, 2051], tokens.
+
+    Raises:
+        ArgumentError: as `fwht128_quant_fp8`, or the block table does not reach max_seq_len.
+    """
+    rows = q_fp8.shape[0]
+    needed = PoolSelectRunner.workspace_size(rows, max_seq_len, next_n).size
+    if workspace is None and needed:
+        workspace = torch.empty(needed, dtype=torch.uint8, device=q_fp8.device)
+    pool_ids = torch.empty((rows, TOP), dtype=torch.int32, device=q_fp8.device)
+    tokens = torch.empty((rows, WIDTH), dtype=torch.int32, device=q_fp8.device)
+    given = (q_fp8, weights, kv_cache, block_table, seq_lens, pool_ids, workspace)
+    more = {"row_requests": row_requests, "tokens": tokens}
+    PoolSelectRunner.run(PoolSelectParams.from_tensors(*given, max_seq_len=max_seq_len, next_n=next_n, **more))
+    return pool_ids, tokens
 
 
 def _rows(tensor: Tensor, step: int = 8) -> Tensor:

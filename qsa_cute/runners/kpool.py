@@ -82,20 +82,19 @@ def tail_of(binder: Binder, tail_kv_cache: Any) -> dict[str, int]:
     }
 
 
-def _cache(launch: Any, required: bool) -> dict[str, int]:
-    """The cache's fields, checked."""
+def cache_fields(launch: Any, required: bool, align: int = 4) -> dict[str, int]:
+    """The cache's fields, checked; pages a multiple of `align` bytes apart."""
     size = checks.integer("page_size", launch.page_size, 1 if required else 0)
     pages = checks.integer("num_pages", launch.num_pages, 0)
     if size * pages > checks.INT32_MAX:
-        raise ArgumentError(
-            f"the cache has {pages} pages of {size} entries; at most {checks.INT32_MAX} can be numbered"
-        )
+        most = checks.INT32_MAX
+        raise ArgumentError(f"the cache has {pages} pages of {size} entries; it takes {most} entries at most")
     stride = checks.whole(launch.page_stride)
     least = size * ENTRY_BYTES if pages > 1 else 0
-    if stride is None or stride % 4 or not least <= stride < 2**62:
+    if stride is None or stride % align or not least <= stride < 2**62:
         shown = checks.show(launch.page_stride)
-        raise ArgumentError(f"page_stride is {shown} bytes; it takes a multiple of 4, at least {least}")
-    pointer = checks.address("cache_ptr", launch.cache_ptr, 4, required and pages > 0)
+        raise ArgumentError(f"page_stride is {shown} bytes; it takes a multiple of {align}, at least {least}")
+    pointer = checks.address("cache_ptr", launch.cache_ptr, align, required and pages > 0)
     return {"cache_ptr": pointer, "page_size": max(size, 1), "num_pages": pages, "page_stride": stride}
 
 
@@ -230,7 +229,7 @@ class CompressWrite(KpoolLaunch):
         checked |= addresses(self, pools > 0, slot_k_ptr=16, slot_score_ptr=16, ape_ptr=16)
         checked |= addresses(self, pools > 0 and self.cache_ptr != 0, loc_ptr=4)
         checked |= addresses(self, False, write_mask_ptr=1, dense_k_ptr=8, dense_scale_ptr=4)
-        checked |= _cache(self, self.cache_ptr != 0)
+        checked |= cache_fields(self, self.cache_ptr != 0)
         token = checks.stride("k_stride_token", self.k_stride_token, HEAD_DIM)
         score_step = 8 // checked["score_words"]
         gate = checks.stride("score_stride_token", self.score_stride_token, HEAD_DIM, score_step)
@@ -404,7 +403,7 @@ class DecodeUpdate(KpoolLaunch):
     def __post_init__(self) -> None:
         requests, count = checks.integer("num_requests", self.num_requests, 0), checks.integer("next_n", self.next_n, 0)
         size, work = pool_size_of(self.pool_size), requests * count > 0
-        checked: dict[str, Any] = place(self) | _cache(self, True) | _tail(self, size)
+        checked: dict[str, Any] = place(self) | cache_fields(self, True) | _tail(self, size)
         if self.ring % size:
             raise ArgumentError(f"ring is {self.ring} for pools of {size}; it takes a multiple of the pool")
         checked |= _words(self, "tail_slot_words", "slot_words", "position_words")
@@ -504,9 +503,8 @@ class KpoolRunner:
         if sm is not None and sm not in KERNELS[kernel].sms:
             needed = "SM90's fp8 tensor cores" if operation == "scores" else "the e4m3 conversion of SM89 or newer"
             built = ", ".join(KERNELS[kernel].sms)
-            return Support.no(
-                SupportCode.SM, f"SM {checks.show(sm_version)}: {operation} needs {needed}; built are {built}"
-            )
+            reason = f"SM {checks.show(sm_version)}: {operation} needs {needed}; built are {built}"
+            return Support.no(SupportCode.SM, reason)
         return dispatch.target_support(kernel, HEAD_DIM, sm_version, dtype)
 
     canImplement = can_implement  # noqa: N815 - the hosts' name

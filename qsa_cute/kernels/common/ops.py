@@ -5,12 +5,12 @@ instruction; the numerics and layouts are PTX's own.
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-ELEMENTS = {"bf16": BFloat16, "fp16": cute.Float16}
+ELEMENTS = {"bf16": BFloat16, "fp16": cute.Float16, "fp8_e4m3": Float8E4M3FN}
 PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
 
 

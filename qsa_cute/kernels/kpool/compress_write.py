@@ -1,4 +1,4 @@
-"""Pool compression: each pool of `pool` tokens into one e4m3 key with its scale, into the cache, a dense output, or both.
+"""Pool compression: `pool` tokens into one e4m3 key and its scale, in the cache, a dense output, or both.
 
     x = bf16(sum_j k_j softmax_j(gate_j + ape_j))  per dimension, FP32
     y = bf16(H_128 x / sqrt(128));  scale from max(absmax(y), 1e-4) / 448;  key = e4m3(y / scale)

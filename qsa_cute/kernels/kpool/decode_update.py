@@ -163,7 +163,9 @@ class DecodeUpdate:
             index = Int64(request) * Int64(next_n) + Int64(first + lane)
             slot = po.load_index(live, slots_ptr.toint() + index * Int64(slot_words * 4), slot_words)
             position = po.load_index(live, positions_ptr.toint() + index * Int64(position_words * 4), position_words)
-            tail_slot = po.load_index(live, tail_slots_ptr.toint() + index * Int64(tail_slot_words * 4), tail_slot_words)
+            tail_slot = po.load_index(
+                live, tail_slots_ptr.toint() + index * Int64(tail_slot_words * 4), tail_slot_words
+            )
             next_key = rn.load_i32x2_if(Int32(1), keys + Int64(first) * key_stride_token * 2)
             next_score = rn.load_i32x2_if(Int32(1), scores + Int64(first) * score_stride_token * 2)
             page, entry = po.cache_entry(slot, page_size, num_pages)

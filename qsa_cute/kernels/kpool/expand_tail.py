@@ -7,7 +7,7 @@ closed[r] is pool_lens[r], or seq_lens[r] // pool where there are none. With a p
 page_table[r, token], the token clamped to its columns; with offsets it becomes token + offsets[r]. copy = 1: the first
 topk columns are `ids` as they are.
 
-Grid: (num_rows). Four columns a thread, at 16-byte aligned addresses whatever the rows' alignment; the ends of a row are
+Grid: (num_rows). Four columns a thread, at 16-byte aligned addresses whatever the rows' alignment; a row's ends are
 stored one by one. Nothing baked; index tensors are int32 or int64 each (`*_words` 1 or 2).
 """
 
