@@ -24,6 +24,9 @@ ROPE_DIM = 64
 ROPE_THETA = 1.0e7
 RMS_EPS = 1.0e-6
 
+# GLM-5.3-Flash's indexer [kpool]: its own number of heads, the rest as above.
+KPOOL_HEADS = 32
+
 # Widened paged pool [edge].
 PAGE_TOKENS = 128
 POOL_HEAD_DIM = 384  # [0, 256) K or V, [256, 384) of head 0 the indexer's state

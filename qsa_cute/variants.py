@@ -18,7 +18,8 @@ from qsa_cute.errors import UnsupportedError
 T = TypeVar("T")
 
 HALF_DTYPES = ("bf16", "fp16")
-DTYPES = (*HALF_DTYPES, "fp8_e4m3")
+_FP8 = ("fp8_e4m3",)
+DTYPES = (*HALF_DTYPES, *_FP8)
 
 # Targets of the build, and the shared memory one block may opt in to (CUDA C++ programming guide, table
 # "technical specifications per compute capability"; KiB).
@@ -37,6 +38,7 @@ SMEM_OPTIN_KIB: Mapping[str, int] = MappingProxyType(
     }
 )
 SMS = tuple(SMEM_OPTIN_KIB)
+FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))  # that convert e4m3, and multiply it
 _BUT_SM90 = tuple(sm for sm in SMS if sm != "sm_90a")
 
 # Short tags of the baked constants, in the order they appear in a name.
@@ -46,6 +48,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "rows": "r",
         "groups": "g",
         "threads": "t",
+        "pool": "p",
         "held": "h",
         "ranks": "c",
         "warps": "w",
@@ -152,26 +155,25 @@ _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
 
 # The paged kernels: one cache type each, and more tiles in flight where they are half as large.
-_FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))
 _FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": geometry.HOST_MAX_SPLITS}
 
 
 def _paged() -> tuple[Tuning, ...]:
     halves = _row_gather(paged=True, max_splits=geometry.HOST_MAX_SPLITS)
-    roomy = tuple(sm for sm in _FP8_SMS if SMEM_OPTIN_KIB[sm] > 99)
+    roomy = tuple(sm for sm in FP8_SMS if SMEM_OPTIN_KIB[sm] > 99)
     return (
         *(Tuning(one.baked, one.sms, one.head_dims, ("bf16",)) for one in halves),
-        Tuning(_FP8_STAGES, roomy, dtypes=("fp8_e4m3",)),
-        Tuning({**_FP8_STAGES, "k_stages": 1, "v_stages": 2, "blocks_per_sm": 1}, ("sm_89", "sm_120a", "sm_121a"), dtypes=("fp8_e4m3",)),
+        Tuning(_FP8_STAGES, roomy, dtypes=_FP8),
+        Tuning(
+            {**_FP8_STAGES, "k_stages": 1, "v_stages": 2, "blocks_per_sm": 1},
+            tuple(sm for sm in FP8_SMS if sm not in roomy),
+            dtypes=_FP8,
+        ),
     )
 
 
 # Tokens of a chunk of the union: 80 at 256 columns, where 64 lost every comparison; 128 fit at 128 columns.
 _CHUNKS = (Tuning({"tile": 80}, ("sm_90a",), (256,)), Tuning({"tile": 128}, ("sm_90a",), (128,)))
-
-
-_FP8 = ("fp8_e4m3",)
-FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))  # whose tensor cores take it
 
 
 def _indexer(
@@ -197,6 +199,20 @@ def _metrale(name: str, entry: str, tensor_core: str = "", dtypes: tuple[str, ..
     """A kernel of Metrale's operations. Vector lengths are run-time values there; 128, the model's, stands in names."""
     tuning = (Tuning({}, head_dims=(geometry.INDEX_HEAD_DIM,), dtypes=dtypes),)
     return Kernel(name, f"qsa_cute.kernels.metrale.{entry}", tuning, tensor_core)
+
+
+_KPOOL_SCORES = tuple(
+    Tuning({"rows": rows, "groups": groups, "stages": stages}, ("sm_90a",), (geometry.INDEX_HEAD_DIM,), _FP8)
+    for rows, groups, stages in ((8, 2, 4), (4, 1, 6), (4, 2, 6))
+)
+# Tokens of a pool; GLM-5.3-Flash's have 4.
+_POOLS = ({"pool": 4}, {"pool": 2}, {"pool": 8})
+
+
+def _kpool(name: str, entry: str, *tunings: Mapping[str, int], sms: tuple[str, ...] = FP8_SMS) -> Kernel:
+    """A kernel of GLM's kpool indexer. Those with a pool have it baked."""
+    each = tuple(Tuning(baked, sms, (geometry.INDEX_HEAD_DIM,), ("bf16",)) for baked in tunings or ({},))
+    return Kernel(name, f"qsa_cute.kernels.kpool.{entry}", each, tensor_core="")
 
 
 # SM90 selects rows of up to 8192 blocks, and few rows of more, by `select_held`.
@@ -243,7 +259,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 entry="qsa_cute.kernels.attention.paged_attention_cluster:PagedAttentionCluster",
                 tuning=(
                     Tuning({**_CLUSTER, "k_stages": 2, "v_stages": 3}, ("sm_90a",), dtypes=("bf16",)),
-                    Tuning({**_CLUSTER, "k_stages": 4, "v_stages": 4}, ("sm_90a",), dtypes=("fp8_e4m3",)),
+                    Tuning({**_CLUSTER, "k_stages": 4, "v_stages": 4}, ("sm_90a",), dtypes=_FP8),
                 ),
             ),
             Kernel(
@@ -337,6 +353,12 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tuning=_row_gather(paged=True),
             ),
             _indexer("select_cluster", "select_cluster:SelectCluster", {"threads": 512, "held": 8}, sms=("sm_90a",)),
+            _kpool("kpool_hadamard", "hadamard_quant:HadamardQuant"),
+            _kpool("kpool_compress", "compress_write:CompressWrite", *_POOLS),
+            _kpool("kpool_decode", "decode_update:DecodeUpdate", *_POOLS),
+            _kpool("kpool_seed_tail", "seed_tail:SeedTail", sms=SMS),
+            _kpool("kpool_expand", "expand_tail:ExpandTail", sms=SMS),
+            Kernel("kpool_scores", "qsa_cute.kernels.kpool.scores:Scores", _KPOOL_SCORES, tensor_core="QGMMA"),
         )
     }
 )

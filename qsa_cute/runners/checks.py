@@ -29,6 +29,7 @@ _DTYPES = {
     **dict.fromkeys(("i32", "int32", "torch.int32"), "i32"),
     **dict.fromkeys(("i64", "int64", "torch.int64"), "i64"),
     **dict.fromkeys(("u8", "uint8", "torch.uint8"), "u8"),
+    **dict.fromkeys(("bool", "torch.bool"), "bool"),
 }
 _SM = re.compile(r"(?:sm_?)?(\d{2,4})([af]?)")
 

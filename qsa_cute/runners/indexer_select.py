@@ -325,7 +325,8 @@ def _selection_kernel(kernel: str, threads: int, held: int, ranks: int) -> tuple
     return kernel, (*baked, ("ranks", ranks)) if kernel == "select_held" else baked
 
 
-def _selection_kernels(sm90: bool) -> list[tuple[str, Baked]]:
+def selection_kernels(sm90: bool) -> list[tuple[str, Baked]]:
+    """(kernel, baked) of what a selection may run."""
     return list(dict.fromkeys(_selection_kernel(*entry[2:]) for entry in (SELECTION_SM90 if sm90 else SELECTION)))
 
 
@@ -333,11 +334,11 @@ def prefill_kernels(sm90: bool) -> list[tuple[str, Baked]]:
     """(kernel, baked) of what the launches of a prefill may run."""
     scores = "wgmma" if sm90 else "mma"
     names = ("index_prepare", "index_compress", "index_tail_write", Scores.TILES[scores][0])
-    return [(name, ()) for name in names] + _selection_kernels(sm90)
+    return [(name, ()) for name in names] + selection_kernels(sm90)
 
 
 def decode_kernels(sm90: bool) -> list[tuple[str, Baked]]:
     """(kernel, baked) of what the launches of a decode step may run."""
     scores = dict.fromkeys((("rows", rows), ("warps", warps)) for rows, _, warps, _ in DECODE)
     found: list[tuple[str, Baked]] = [("index_pre_decode", ()), *(("scores_decode", baked) for baked in scores)]
-    return found + _selection_kernels(sm90)
+    return found + selection_kernels(sm90)
