@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_indexer_layer as layers
 import torch
 from attention_cases import DTYPES, Output, decode, prefill
 from hypothesis import HealthCheck, given, settings
@@ -202,6 +203,21 @@ def test_any_selection(rows, blocks, cluster, seed) -> None:
     short = context // 4 <= blocks  # beyond, the reference has no open block where the logits end
     want = reference.expand(ids, torch.where(short, context.long() - 1, -1))
     assert torch.equal(out[short], want[short])
+
+
+histories = st.lists(st.integers(17, 2600), min_size=1, max_size=3).map(tuple)
+
+
+@settings(drawn, max_examples=12)
+@given(histories, st.integers(1, 16), types)
+def test_any_layer(lengths, group, dtype) -> None:
+    layers.test_a_layer_decodes_as_it_prefills(lengths, group, dtype)
+
+
+@settings(drawn, max_examples=12)
+@given(histories, st.sampled_from(list(layers.PLANS)))
+def test_any_indexer(lengths, plan) -> None:
+    layers.test_decode_reproduces_prefill(lengths, layers.PLANS[plan])
 
 
 # Threads, captures, contexts, files.
