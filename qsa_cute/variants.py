@@ -155,11 +155,12 @@ _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
 
 # The paged kernels: one cache type each, and more tiles in flight where they are half as large.
-_FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": geometry.HOST_MAX_SPLITS}
+_PAGED_SPLITS = 32  # as many blocks as share a row where there are no clusters
+_FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": _PAGED_SPLITS}
 
 
 def _paged() -> tuple[Tuning, ...]:
-    halves = _row_gather(paged=True, max_splits=geometry.HOST_MAX_SPLITS)
+    halves = _row_gather(paged=True, max_splits=_PAGED_SPLITS)
     roomy = tuple(sm for sm in FP8_SMS if SMEM_OPTIN_KIB[sm] > 99)
     return (
         *(Tuning(one.baked, one.sms, one.head_dims, ("bf16",)) for one in halves),

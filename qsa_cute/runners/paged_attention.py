@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ CLUSTER = "cluster"
 ALGORITHMS = (CLUSTER, ROWS)
 CACHE_DTYPES = ("bf16", "fp8_e4m3")
 PAGE_STEP = 16  # tokens of a page are a multiple
-MAX_SPLITS = geometry.HOST_MAX_SPLITS
+MAX_SPLITS = 32  # of "rows", the split stride of its workspace: a constant of the built kernel
 
 _KERNELS: dict[str, tuple[str, dispatch.Baked]] = {
     ROWS: ("paged_attention", (("max_splits", MAX_SPLITS),)),
@@ -57,10 +58,10 @@ class PagedAttentionParams:
     """One launch of sparse attention over a paged cache, checked when it is made.
 
     Q, O and the gate are bf16 [rows, num_q_heads, head_dim]; K and V [num_pages, page_size, num_kv_heads, head_dim],
-    each with strides of its own, bf16 or fp8 e4m3; unit inner stride, rows of K and V 16-byte aligned. `indices` is int32
-    [rows, width + 1], counted lists: the last column is the number of entries, those past it are never looked at.
-    `block_table` is int32 [num_requests, table_width], `token_to_req` int32 [rows]. Strides, in elements, are contiguous
-    where None.
+    each with strides of its own, bf16 or fp8 e4m3; unit inner stride, rows of K and V 16-byte aligned. `indices` is
+    int32 [rows, width + 1], counted lists: the last column is the number of entries, those past it are never looked at.
+    `block_table` is int32 [num_requests, table_width], `token_to_req` int32 [rows]. Strides, in elements, are
+    contiguous where None.
 
     A token counts where it is >= 0, its page lies in the table and its physical page in [0, num_pages). A row whose
     request is outside [0, num_requests) is zeros. An output of exactly zero stays zero whatever its gate.
@@ -75,7 +76,7 @@ class PagedAttentionParams:
         k_scale_ptr, v_scale_ptr: FP32 factors on the device, 0 for none.
         partial_o, partial_stats, split_counters: workspace of "rows" with several splits, see `workspace_size`.
         algorithm: "cluster", "rows" or None, which lets the runner choose.
-        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 8.
+        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 32.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         grid and what stands after it: what follows from the rest.
@@ -278,6 +279,11 @@ class PagedAttentionParams:
         sizes = {one.name: one.end - one.begin for one in (*outputs, *inputs)}
         object.__setattr__(self, "_bytes", {field: sizes[name] for field, name in _TENSORS.items()})
 
+    def with_workspace(self, addresses: Mapping[str, int]) -> PagedAttentionParams:
+        """These parameters for "rows" with the parts of a workspace at these addresses, by name."""
+        parts = {name: addresses[name] for name in ("partial_o", "partial_stats", "split_counters")}
+        return dataclasses.replace(self, algorithm=ROWS, num_splits=0, **parts)  # type: ignore[arg-type]
+
     def moved(self, stream: int, **addresses: int) -> PagedAttentionParams:
         """The same launch on other tensors of the same layout; a fraction of what making it anew costs.
 
@@ -359,11 +365,15 @@ class PagedAttentionParams:
         gate_ = None if gate is None else binder.take("gate", gate, "rows q_heads head_dim", "bf16")
         size = binder.size
         if size("columns") < 2:
-            raise ArgumentError(f"indices has shape {list(ids.shape)}; it takes a list and its count, 2 columns or more")
+            raise ArgumentError(
+                f"indices has shape {list(ids.shape)}; it takes a list and its count, 2 columns or more"
+            )
         scales = _scales(binder, kind, k_scale, v_scale)
         slots = f"{size('rows') * size('kv_heads') * MAX_SPLITS}"
         units = f"{size('rows') * size('kv_heads')}"
-        scale = size("head_dim") ** -0.5 if attention_scale is None else checks.scalar("attention_scale", attention_scale)
+        scale = (
+            size("head_dim") ** -0.5 if attention_scale is None else checks.scalar("attention_scale", attention_scale)
+        )
         return cls(
             q_ptr=q_.pointer,
             k_ptr=k.pointer,
@@ -417,6 +427,7 @@ _TENSORS = {
     "o_ptr": "o",
 }
 _ALIGNMENTS = {name: checks.ALIGNMENT if name.endswith("_ptr") else 4 for name in _TENSORS}
+_ALIGNMENTS |= {"partial_o": checks.ALIGNMENT, "partial_stats": 4, "split_counters": 4}
 _KEPT = tuple(
     one.name for one in dataclasses.fields(PagedAttentionParams) if one.name not in ("packed", "stream", "_as_rows")
 )
@@ -523,6 +534,16 @@ class PagedAttentionRunner:
             ("partial_stats", "f32", (units * MAX_SPLITS, 2, geometry.PARTIAL_ROWS)),
             ("split_counters", "i32", (units,)),
         )
+
+    @staticmethod
+    def workspace_wanted(params: PagedAttentionParams) -> Workspace | None:
+        """Memory with which `run` would do these rows faster on their device; None on SM90 and where rows are many."""
+        units = params.rows * params.num_kv_heads
+        if not units or params.algorithm is not None or _has_clusters(default_loader(), params.device):
+            return None
+        if splits.of_workspace(units, params.width, MAX_SPLITS) == 1:
+            return None
+        return PagedAttentionRunner.workspace_size(params.rows, params.num_kv_heads, params.head_dim)
 
     @staticmethod
     def preflight(
