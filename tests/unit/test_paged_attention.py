@@ -17,7 +17,8 @@ from qsa_cute.hosts import vllm_attention as host
 from qsa_cute.kernels.attention import paged_attention, paged_attention_cluster
 from qsa_cute.reference.paged import sparse_paged_attention
 from qsa_cute.runners import paged_attention as runner
-from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner, divisor
+from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
+from qsa_cute.runners.paged_params import divisor
 
 PARAMS = {
     "q_ptr": 64 * MiB,
