@@ -129,7 +129,7 @@ class Shape:
             planes: of "k" and "v" the address, and the strides of tokens, heads and pages in elements.
         """
         sizes = (self.head_dim, self.page_tokens, self.num_kv_heads, self.pages)
-        found = {}
+        found: dict[str, int] = {}
         for name, plane, tokens in (
             ("k_map", "k", geometry.BLOCK_TOKENS),
             ("v_map", "v", geometry.BLOCK_TOKENS),
