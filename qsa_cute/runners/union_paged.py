@@ -30,7 +30,6 @@ class PagedParams(Protocol):
     Attributes:
         page_size: tokens of a page, a multiple of 4.
         gate_ptr: 0 for no gate.
-        workspace: address of `workspace(p).size` bytes, 256-byte aligned, which may hold anything.
     """
 
     q_ptr: int
@@ -41,7 +40,6 @@ class PagedParams(Protocol):
     indices: int
     block_table: int
     token_to_req: int
-    workspace: int
     rows: int
     num_requests: int
     num_q_heads: int
@@ -71,7 +69,7 @@ class PagedParams(Protocol):
     device: int
 
 
-_NAMES = tuple(name for name in PagedParams.__annotations__ if name not in ("workspace", "stream", "device"))
+_NAMES = tuple(name for name in PagedParams.__annotations__ if name not in ("stream", "device"))
 
 
 def shape(p: Any) -> Shape:
@@ -104,11 +102,15 @@ def workspace(p: Any) -> Workspace:
 
 
 class PagedLaunches(Launches):
-    """The three launches of one params object. Made at its first run."""
+    """The three launches of one params object.
+
+    Args:
+        memory: address of `workspace(p).size` bytes, 256-byte aligned, which may hold anything.
+    """
 
     rows_kernel = ROWS
 
-    def __init__(self, p: Any, dtype: str, loader: Loader) -> None:
+    def __init__(self, p: Any, dtype: str, loader: Loader, memory: int) -> None:
         what = shape(p)
         values = {name: getattr(p, name) for name in _NAMES}
         values |= dict.fromkeys(("lse_ptr", "context_lengths", "query_starts", "indices_stride_batch"), 0)
@@ -128,4 +130,4 @@ class PagedLaunches(Launches):
             )
             for plane in "kv"
         }
-        self._make(what, values, what.maps(loader, dtype, planes), p.workspace)
+        self._make(what, values, what.maps(loader, dtype, planes), memory)

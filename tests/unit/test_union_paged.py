@@ -24,14 +24,14 @@ def params(**changes):
         **{f"{name}_stride_head": 256 for name in ("q", "o", "gate")},
         **{"rows": 4096, "num_requests": 3, "num_q_heads": 24, "num_kv_heads": 2, "group_size": 12, "head_dim": 256},
         **{"num_pages": 700, "page_size": 1568, "table_width": 168, "width": 2051, "attention_scale": 0.0625},
-        **{"indices_stride_row": 2052, "table_stride": 168, "workspace": BASE, "stream": 7, "device": 0},
+        **{"indices_stride_row": 2052, "table_stride": 168, "stream": 7, "device": 0},
     }
     return SimpleNamespace(**given | changes)
 
 
 def test_launches_in_order() -> None:
     loader, p = FakeLoader(), params()
-    launches = union_paged.PagedLaunches(p, "bf16", loader)
+    launches = union_paged.PagedLaunches(p, "bf16", loader, BASE)
     launches.run("bf16", p, loader)
     prepare, main, rows = loader.log
     assert tuple(one.kernel for one in loader.log) == union_paged.KERNELS
@@ -47,7 +47,7 @@ def test_launches_in_order() -> None:
 
 def test_maps_reach_over_all_pages() -> None:
     loader, p = FakeLoader(), params()
-    union_paged.PagedLaunches(p, "bf16", loader)
+    union_paged.PagedLaunches(p, "bf16", loader, BASE)
     for (dtype, address, sizes, strides, box), pointer, tokens in zip(
         loader.driver.maps, (p.k_ptr, p.v_ptr, p.v_ptr), (4, 4, 1), strict=True
     ):
