@@ -17,7 +17,9 @@ from qsa_cute.runtime import Loader
 ROWS = "union_rows_paged"
 KERNELS = (PREPARE, MAIN, ROWS)
 
-__all__ = ["KERNELS", "LEAST_ROWS", "PagedLaunches", "PagedParams", "fits", "shape", "workspace"]
+DECODE_ROWS = 8  # that a request has at most while it decodes, speculating
+
+__all__ = ["KERNELS", "LEAST_ROWS", "PagedLaunches", "PagedParams", "fits", "pays", "shape", "workspace"]
 
 
 class PagedParams(Protocol):
@@ -94,6 +96,11 @@ def fits(p: Any) -> bool:
     sizes = {"page": p.num_pages, "token": p.page_size, "head": p.num_kv_heads}
     apart = all(getattr(p, f"{plane}_stride_{dim}") or sizes[dim] <= 1 for plane in "kv" for dim in sizes)
     return apart and p.page_size % geometry.BLOCK_TOKENS == 0 and shape(p).fits
+
+
+def pays(p: Any) -> bool:
+    """Whether enough rows can be prefill: where all requests but one decode, their rows share nothing."""
+    return bool(p.rows >= LEAST_ROWS + DECODE_ROWS * (p.num_requests - 1))
 
 
 def workspace(p: Any) -> Workspace:

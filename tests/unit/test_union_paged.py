@@ -73,6 +73,15 @@ def test_what_fits(changes, fits) -> None:
     assert union_paged.fits(params(**changes)) is fits
 
 
+@pytest.mark.parametrize(
+    ("rows", "requests", "pays"),
+    [(127, 1, False), (128, 1, True), (1024, 128, False), (2304, 257, True), (4096, 64, True)],
+)
+def test_when_it_pays(rows, requests, pays) -> None:
+    """Not for decode, at 8 rows a request either."""
+    assert union_paged.pays(params(rows=rows, num_requests=requests)) is pays
+
+
 def test_no_launch_asks_for_more_than_an_sm_has() -> None:
     for group in range(1, 17):
         for rows in (128, 1000, 4096, 20_000):
