@@ -7,6 +7,7 @@ lists a union cannot say. Kernels and tuning: `qsa_cute/kernels/attention/union_
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +85,14 @@ class Shape:
         )
 
     def sizes(self) -> dict[str, int]:
-        """The kernels' parameters that follow from the shape, by name."""
+        """The kernels' parameters that follow from the shape, by name; not to be changed."""
+        return _sizes(self)
+
+    def workspace(self) -> Workspace:
+        """What the launches need between them; it may hold anything at entry. As much for fewer rows, or less."""
+        return _workspace(self)
+
+    def _make_sizes(self) -> dict[str, int]:
         tile = _TILES[self.head_dim]
         pairs = self.pairs
         per_sequence = union_layout.tiles_per_sequence(self.rows, self.group_size, pairs)
@@ -101,8 +109,7 @@ class Shape:
             "entry_shift": union_layout.entry_shift(self.page_tokens),
         }
 
-    def workspace(self) -> Workspace:
-        """What the launches need between them; it may hold anything at entry. As much for fewer rows, or less."""
+    def _make_workspace(self) -> Workspace:
         tiles = self.sizes()["num_tiles"]
         pairs = union_layout.most_pairs(self.group_size)
         rounds = union_layout.rounds(self.rows, self.batch, self.group_size, self.num_kv_heads, pairs, splits.SM_COUNT)
@@ -143,6 +150,19 @@ class Shape:
             words = loader.driver.encode_map(dtype, address, sizes, steps, (_BOX_COLUMNS, tokens, 1, 1))
             found |= {f"{name}_{i}": word for i, word in enumerate(words)}
         return found
+
+
+# Calls repeat their shapes.
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(what: Shape) -> dict[str, int]:
+    return what._make_sizes()
+
+
+@functools.lru_cache(maxsize=256)
+def _workspace(what: Shape) -> Workspace:
+    return what._make_workspace()
 
 
 def shape(p: Any) -> Shape:

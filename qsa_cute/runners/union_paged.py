@@ -17,7 +17,9 @@ from qsa_cute.runtime import Loader
 ROWS = "union_rows_paged"
 KERNELS = (PREPARE, MAIN, ROWS)
 
-__all__ = ["KERNELS", "LEAST_ROWS", "PagedLaunches", "PagedParams", "fits", "shape", "workspace"]
+DECODE_ROWS = 8  # that a request has at most while it decodes, speculating
+
+__all__ = ["KERNELS", "LEAST_ROWS", "PagedLaunches", "PagedParams", "fits", "pays", "shape", "workspace"]
 
 
 class PagedParams(Protocol):
@@ -30,7 +32,6 @@ class PagedParams(Protocol):
     Attributes:
         page_size: tokens of a page, a multiple of 4.
         gate_ptr: 0 for no gate.
-        workspace: address of `workspace(p).size` bytes, 256-byte aligned, which may hold anything.
     """
 
     q_ptr: int
@@ -41,7 +42,6 @@ class PagedParams(Protocol):
     indices: int
     block_table: int
     token_to_req: int
-    workspace: int
     rows: int
     num_requests: int
     num_q_heads: int
@@ -71,7 +71,7 @@ class PagedParams(Protocol):
     device: int
 
 
-_NAMES = tuple(name for name in PagedParams.__annotations__ if name not in ("workspace", "stream", "device"))
+_NAMES = tuple(name for name in PagedParams.__annotations__ if name not in ("stream", "device"))
 
 
 def shape(p: Any) -> Shape:
@@ -98,17 +98,26 @@ def fits(p: Any) -> bool:
     return apart and p.page_size % geometry.BLOCK_TOKENS == 0 and shape(p).fits
 
 
+def pays(p: Any) -> bool:
+    """Whether enough rows can be prefill: where all requests but one decode, their rows share nothing."""
+    return bool(p.rows >= LEAST_ROWS + DECODE_ROWS * (p.num_requests - 1))
+
+
 def workspace(p: Any) -> Workspace:
     """What the launches need between them; it may hold anything at entry. As much for fewer rows, or less."""
     return shape(p).workspace()
 
 
 class PagedLaunches(Launches):
-    """The three launches of one params object. Made at its first run."""
+    """The three launches of one params object.
+
+    Args:
+        memory: address of `workspace(p).size` bytes, 256-byte aligned, which may hold anything.
+    """
 
     rows_kernel = ROWS
 
-    def __init__(self, p: Any, dtype: str, loader: Loader) -> None:
+    def __init__(self, p: Any, dtype: str, loader: Loader, memory: int) -> None:
         what = shape(p)
         values = {name: getattr(p, name) for name in _NAMES}
         values |= dict.fromkeys(("lse_ptr", "context_lengths", "query_starts", "indices_stride_batch"), 0)
@@ -128,4 +137,4 @@ class PagedLaunches(Launches):
             )
             for plane in "kv"
         }
-        self._make(what, values, what.maps(loader, dtype, planes), p.workspace)
+        self._make(what, values, what.maps(loader, dtype, planes), memory)

@@ -18,7 +18,7 @@ from union_cases import drifting, token_lists
 from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.reference import attention as reference
-from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner
+from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner, union
 
 KINDS = ("padded", "counted", "blocks")
 HEADS = ((1, 2), (3, 1), (5, 2), (6, 1), (12, 1), (12, 3), (16, 2))  # heads a group, KV heads
@@ -31,10 +31,13 @@ BAD_BLOCKS = (-(2**31), -2, 2**31 - 1, 1 << 24, 1 << 29, 1 << 30)
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch, request):
     """Tiles of 128 pairs however few the rows are; a test may ask for others by this parameter."""
+    caches = (union_layout.tile_pairs, union._sizes, union._workspace)
     monkeypatch.setattr(union_layout, "LEAST_PAIRS", getattr(request, "param", union_layout.PAIRS))
-    union_layout.tile_pairs.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     yield
-    union_layout.tile_pairs.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 # Cases: what each row selects, as block ids and as the list of tokens that these and the open block stand for.

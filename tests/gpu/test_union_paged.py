@@ -70,7 +70,7 @@ class Paged:
             out = torch.where((lse > -torch.inf)[..., None], gated, 0)
         return out, lse
 
-    def params(self, out: Tensor, **changes: object) -> SimpleNamespace:
+    def params(self, out: Tensor) -> SimpleNamespace:
         pages, page_size, kv_heads, head_dim = self.k_cache.shape
         strides = {
             f"{plane}_stride_{dim}": step
@@ -79,7 +79,7 @@ class Paged:
         }
         for name, tensor in (("q", self.q), ("o", out), ("gate", self.gate if self.gate is not None else out)):
             strides |= {f"{name}_stride_row": tensor.stride(0), f"{name}_stride_head": tensor.stride(1)}
-        p = SimpleNamespace(
+        return SimpleNamespace(
             q_ptr=self.q.data_ptr(),
             k_ptr=self.k_cache.data_ptr(),
             v_ptr=self.v_cache.data_ptr(),
@@ -88,7 +88,6 @@ class Paged:
             indices=self.indices.data_ptr(),
             block_table=self.block_table.data_ptr(),
             token_to_req=self.token_to_req.data_ptr(),
-            workspace=0,
             rows=self.q.shape[0],
             num_requests=self.block_table.shape[0],
             num_q_heads=self.q.shape[1],
@@ -106,8 +105,6 @@ class Paged:
             device=torch.cuda.current_device(),
             **strides,
         )
-        p.__dict__.update(changes)
-        return p
 
 
 @dataclass
@@ -128,15 +125,14 @@ def run(case: Paged, given: Run | None = None) -> Run:
     p = case.params(case.q)
     layout = union_paged.workspace(p)
     given = given or Run(Guarded(*case.q.shape, dtype=case.q.dtype), Guarded(layout.size, dtype=torch.uint8), layout)
-    p = case.params(given.out.tensor, workspace=given.memory.tensor.data_ptr())
-    launch(case, p)
+    launch(case, case.params(given.out.tensor), given.memory.tensor)
     return given
 
 
-def launch(case: Paged, p: SimpleNamespace) -> None:
+def launch(case: Paged, p: SimpleNamespace, memory: Tensor) -> None:
     assert union_paged.fits(p)
     loader, dtype = default_loader(), {torch.bfloat16: "bf16", torch.float16: "fp16"}[case.q.dtype]
-    union_paged.PagedLaunches(p, dtype, loader).run(dtype, p, loader)
+    union_paged.PagedLaunches(p, dtype, loader, memory.data_ptr()).run(dtype, p, loader)
 
 
 def check(case: Paged, got: Run) -> None:
@@ -314,7 +310,7 @@ def test_strided_rows() -> None:
     strided = replace(strided, indices=widened(case.indices, 5), block_table=widened(case.block_table, 3))
     wide = torch.full((rows, heads + 2, dim), 3.0, dtype=case.q.dtype, device="cuda")
     memory = torch.full((union_paged.workspace(case.params(case.q)).size,), 0xFF, dtype=torch.uint8, device="cuda")
-    launch(strided, strided.params(wide[:, 1:-1], workspace=memory.data_ptr()))
+    launch(strided, strided.params(wide[:, 1:-1]), memory)
     assert torch.equal(wide[:, 1:-1], want)
     assert (wide[:, [0, -1]] == 3.0).all()
 

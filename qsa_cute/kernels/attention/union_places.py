@@ -61,10 +61,15 @@ class UnionPlaces:
         return i if i < words else i - words + maps.pitch
 
     @cute.jit
+    def words_in_use(self, maps: Bitmaps, words: Int32) -> Int32:
+        """Of a plane, of one request or two."""
+        return words if maps.size == maps.pitch else 2 * words
+
+    @cute.jit
     def gather_planes(self, lists: Lists, maps: Bitmaps, halves: Halves, words: Int32, tid: Int32) -> Int32:
         """Add the rows' bitmaps to the planes of wanted blocks; returns how many bits this thread's words hold."""
         found = Int32(0)
-        count = words if maps.size == maps.pitch else 2 * words
+        count = self.words_in_use(maps, words)
         for i in cutlass.range(tid, count, THREADS, unroll=1):
             at = self.plane_at(maps, words, i)
             word_at = i
@@ -128,15 +133,15 @@ class UnionPlaces:
         return before0, total0, before1, total1, twice
 
     @cute.jit
-    def assign(
-        self, maps: Bitmaps, chunks: Chunks, before0: Int32, before1: Int32, each: Int32, count: Int32, tid: Int32
-    ):
+    def assign(self, maps: Bitmaps, chunks: Chunks, before0: Int32, before1: Int32, tid: Int32):
         """Write each block of this thread's words to its place, as its number."""
         n_shared = before0 & 0xFFFF
         n_a = (before0 >> 16) & 0xFFFF
         n_b = before1 & 0xFFFF
         n_part = (before1 >> 16) & 0xFFFF
         limit = chunks.limit
+        count = self.words_in_use(maps, chunks.words)
+        each = (count + THREADS - 1) // THREADS
         for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, count), unroll=1):
             at = self.plane_at(maps, chunks.words, i)
             shared, only_a, only_b, part = self.classify(maps, at)

@@ -236,6 +236,13 @@ class UnionPrepare(UnionLists, UnionPlaces):
         first_b = first_b if start + HALF < end else rows
         at = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row0) * indices_stride_row) * 4
 
+        # How many entries of its row's list count: asked for before the rest is known.
+        entries_end = top_k
+        if index_kind == 1:
+            counts = at + Int64(tid) * indices_stride_row * 4 + Int64(top_k) * 4
+            counted = union_ops.load_i32_if(Int32(tid < rows), counts, Int32(0))
+            entries_end = cutlass.max(cutlass.min(counted, top_k), Int32(0))
+
         # Whose rows these are, and which of them select.
         live = rows
         cut = rows
@@ -263,16 +270,89 @@ class UnionPrepare(UnionLists, UnionPlaces):
         pages = Pages(table, table2, batch, num_pages, page_blocks, entry_shift)
         halves = Halves(a_rows, first_b)
         if tid < live:
-            entries_end = top_k
-            if index_kind == 1:
-                count = at + Int64(tid) * indices_stride_row * 4 + Int64(top_k) * 4
-                entries_end = cutlass.max(cutlass.min(ops.load_global_i32(count), top_k), Int32(0))
             exists = one if tid < cut else two
             ops.store_shared_i32(smem + ENDS + tid * 4, entries_end if exists != 0 else Int32(0))
 
-        # The wanted blocks: all rows at once where their bitmaps fit, else some rows at a time.
         requests = Int32(1) if cut == live else Int32(2)
-        whole = ((length + 127) // 128 + 3) // 4 * 4
+        pitch, at_once, last_first, words, again, fits = self.find_wanted(
+            lists, halves, smem, records, space, requests, bitmap_words, mixed == 0, tid
+        )
+
+        # Places: per thread `each` neighbouring words.
+        size = requests * pitch
+        maps = Bitmaps(
+            smem,
+            records,
+            space,
+            size,
+            space + 3 * size * 4,
+            pitch,
+            last_first,
+            cutlass.min(last_first + at_once, live),
+        )
+        count = requests * words if fits else Int32(0)
+        each = (count + THREADS - 1) // THREADS
+        c0 = Int32(0)  # shared | warpgroup 0's << 16
+        c1 = Int32(0)  # warpgroup 1's | partial << 16
+        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, count), unroll=1):
+            shared, only_a, only_b, part = self.classify(maps, self.plane_at(maps, words, i))
+            c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
+            c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
+        before0, total0, before1, total1, twice = self.scan(smem, c0, c1, again, tid)
+        only_a_blocks = (total0 >> 16) & 0xFFFF
+        only_b_blocks = total1 & 0xFFFF
+        partial_blocks = (total1 >> 16) & 0xFFFF
+        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
+        limit = pairs * self.blocks
+        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
+        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
+        total = ns + 2 * pairs
+        num_records = ops.load_shared_i32(smem + NUM_RECORDS)
+        fits = fits and twice == 0 and num_records <= RECORDS and partial_blocks <= self.blocks and total <= max_chunks
+        chunks = Chunks(
+            ns,
+            limit,
+            total,
+            partial_blocks,
+            mask_rows,
+            union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4),
+            union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4),
+            places if total * self.blocks <= union_layout.PLACE_WORDS else Int32(0),
+            words,
+        )
+        if fits:
+            first_masks = union_first_masks.toint() + Int64(tile) * Int64(mask_rows * 16)
+            self.write_union(
+                lists, maps, pages, chunks, before0, before1, shared_blocks, at_once, first_words, first_masks, tid
+            )
+        if tid == 0:
+            good = Int32(0)
+            if fits and ops.load_shared_i32(smem + BAD) == 0:
+                good = Int32(1)
+            ops.store_global_i32x2(union_counts.toint() + Int64(tile) * 8, ns * good, pairs)
+            for h in cutlass.range(num_kv_heads, unroll=1):
+                ops.store_global_i32(row_path.toint() + Int64(tile * num_kv_heads + h) * 4, 1 - good)
+
+    @cute.jit
+    def find_wanted(
+        self,
+        lists: Lists,
+        halves: Halves,
+        smem: Int32,
+        records: Int32,
+        space: Int32,
+        requests: Int32,
+        bitmap_words: Int32,
+        starts: cutlass.Boolean,
+        tid: Int32,
+    ):
+        """The planes of wanted blocks and the records: all rows at once where their bitmaps fit, else in turns.
+
+        Returns: a bitmap's words; rows at once; the first of those whose bitmaps are there now; words in use; how many
+        blocks this thread's rows want again; whether it could be done.
+        """
+        live = lists.live
+        whole = ((lists.length + 127) // 128 + 3) // 4 * 4
         pitch = cutlass.min(whole, bitmap_words // (live + 3 * requests) // 4 * 4)
         at_once = live
         first = Int32(0)
@@ -280,15 +360,14 @@ class UnionPrepare(UnionLists, UnionPlaces):
         added = Int32(0)
         found = Int32(0)
         words = Int32(0)
-        fits = mixed == 0
-        reading = mixed == 0
+        fits = starts
+        reading = starts
         while reading:
             last = cutlass.min(first + at_once, live)
             plane = requests * pitch
             some = Bitmaps(smem, records, space, plane, space + 3 * plane * 4, pitch, first, last)
             cleared = some.planes if first == 0 else some.rows
-            for i in cutlass.range(cleared + tid * 16, some.rows + (last - first) * pitch * 4, THREADS * 16, unroll=1):
-                union_ops.clear_shared_16(i)
+            self.clear(cleared, some.rows + (last - first) * pitch * 4, tid)
             if tid == 0 and first == 0:
                 ops.store_shared_i32(smem + NUM_RECORDS, Int32(0))
                 ops.store_shared_i32(smem + BAD, Int32(0))
@@ -312,77 +391,54 @@ class UnionPrepare(UnionLists, UnionPlaces):
                 first = last
                 reading = first < live
             cute.arch.sync_threads()
+        return pitch, at_once, last_first, words, added - found, fits
 
-        # Places: per thread `each` neighbouring words.
-        size = requests * pitch
-        last = cutlass.min(last_first + at_once, live)
-        maps = Bitmaps(smem, records, space, size, space + 3 * size * 4, pitch, last_first, last)
-        count = requests * words if fits else Int32(0)
-        each = (count + THREADS - 1) // THREADS
-        c0 = Int32(0)  # shared | warpgroup 0's << 16
-        c1 = Int32(0)  # warpgroup 1's | partial << 16
-        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, count), unroll=1):
-            shared, only_a, only_b, part = self.classify(maps, self.plane_at(maps, words, i))
-            c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
-            c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
-        before0, total0, before1, total1, twice = self.scan(smem, c0, c1, added - found, tid)
-        only_a_blocks = (total0 >> 16) & 0xFFFF
-        only_b_blocks = total1 & 0xFFFF
-        partial_blocks = (total1 >> 16) & 0xFFFF
-        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
-        limit = pairs * self.blocks
-        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
-        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
-        total = ns + 2 * pairs
-        num_records = ops.load_shared_i32(smem + NUM_RECORDS)
-        fits = fits and twice == 0 and num_records <= RECORDS and partial_blocks <= self.blocks and total <= max_chunks
-        chunks = Chunks(
-            ns,
-            limit,
-            total,
-            partial_blocks,
-            mask_rows,
-            union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4),
-            union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4),
-            places if total * self.blocks <= union_layout.PLACE_WORDS else Int32(0),
-            words,
-        )
-        if fits:
-            if tid < ns * self.blocks - shared_blocks:
-                self.put_block(chunks, shared_blocks + tid, Int32(-1))
-            self.assign(maps, chunks, before0, before1, each, count, tid)
-            cute.arch.sync_threads()
-            first = last_first
-            writing = Int32(0) == Int32(0)
-            while writing:
-                last = cutlass.min(first + at_once, live)
-                some = Bitmaps(smem, records, space, size, maps.rows, pitch, first, last)
-                if first != last_first:  # the last rows' bitmaps are still there
-                    bitmaps_end = maps.rows + (last - first) * pitch * 4
-                    for i in cutlass.range(maps.rows + tid * 16, bitmaps_end, THREADS * 16, unroll=1):
-                        union_ops.clear_shared_16(i)
-                    cute.arch.sync_threads()
-                    self.read(lists, some, False, tid)
-                    cute.arch.sync_threads()
-                self.write_chunks(lists, some, pages, chunks, first_words, tid)
+    @cute.jit
+    def write_union(
+        self,
+        lists: Lists,
+        maps: Bitmaps,
+        pages: Pages,
+        chunks: Chunks,
+        before0: Int32,
+        before1: Int32,
+        shared_blocks: Int32,
+        at_once: Int32,
+        first_words: Int32,
+        first_masks: Int64,
+        tid: Int32,
+    ):
+        """Places, entries and masks; the last rows' bitmaps are still there, the others' are made again."""
+        if tid < chunks.ns * self.blocks - shared_blocks:
+            self.put_block(chunks, shared_blocks + tid, Int32(-1))
+        self.assign(maps, chunks, before0, before1, tid)
+        cute.arch.sync_threads()
+        first = maps.first
+        writing = Int32(0) == Int32(0)
+        while writing:
+            last = cutlass.min(first + at_once, lists.live)
+            some = Bitmaps(maps.smem, maps.records, maps.planes, maps.size, maps.rows, maps.pitch, first, last)
+            if first != maps.first:
+                self.clear(maps.rows, maps.rows + (last - first) * maps.pitch * 4, tid)
                 cute.arch.sync_threads()
-                writing = first > 0
-                first = first - at_once
-            if tid < num_records:
-                self.apply_record(maps, chunks, first_words, records + tid * 8)
+                self.read(lists, some, False, tid)
+                cute.arch.sync_threads()
+            self.write_chunks(lists, some, pages, chunks, first_words, tid)
             cute.arch.sync_threads()
-            if tid < 32:
-                self.write_first_entries(maps, chunks, first_words, tid)
-            at = union_first_masks.toint() + Int64(tile) * Int64(mask_rows * 16)
-            for i in cutlass.range(tid, mask_rows * 4, THREADS, unroll=1):
-                ops.store_global_i32(at + Int64(i) * 4, ops.load_shared_i32(first_words + i * 4))
-        if tid == 0:
-            good = Int32(0)
-            if fits and ops.load_shared_i32(smem + BAD) == 0:
-                good = Int32(1)
-            ops.store_global_i32x2(union_counts.toint() + Int64(tile) * 8, ns * good, pairs)
-            for h in cutlass.range(num_kv_heads, unroll=1):
-                ops.store_global_i32(row_path.toint() + Int64(tile * num_kv_heads + h) * 4, 1 - good)
+            writing = first > 0
+            first = first - at_once
+        if tid < ops.load_shared_i32(maps.smem + NUM_RECORDS):
+            self.apply_record(maps, chunks, first_words, maps.records + tid * 8)
+        cute.arch.sync_threads()
+        if tid < 32:
+            self.write_first_entries(maps, chunks, first_words, tid)
+        for i in cutlass.range(tid, chunks.mask_rows * 4, THREADS, unroll=1):
+            ops.store_global_i32(first_masks + Int64(i) * 4, ops.load_shared_i32(first_words + i * 4))
+
+    @cute.jit
+    def clear(self, begin: Int32, end: Int32, tid: Int32):
+        for at in cutlass.range(begin + tid * 16, end, THREADS * 16, unroll=1):
+            union_ops.clear_shared_16(at)
 
     @cute.jit
     def publish_maps(self, smem: Int32, maps: Int64, k_map: tuple, v_map: tuple, v_token_map: tuple, tid: Int32):
