@@ -281,8 +281,20 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tuning=tuple(one for one in _row_gather(paged=False) if "sm_90a" in one.sms),
             ),
             Kernel(
-                name="union_rows_paged",
-                entry="qsa_cute.kernels.attention.union_rows_paged:UnionRowsPaged",
+                name="paged_union_prepare",
+                entry="qsa_cute.kernels.attention.paged_union.prepare:UnionPrepare",
+                tuning=_CHUNKS,
+                tensor_core="",
+            ),
+            Kernel(
+                name="paged_union_prefill",
+                entry="qsa_cute.kernels.attention.paged_union.prefill:UnionPrefill",
+                tuning=_CHUNKS,
+                tensor_core="HGMMA",
+            ),
+            Kernel(
+                name="paged_union_rows",
+                entry="qsa_cute.kernels.attention.paged_union.rows:UnionRowsPaged",
                 tuning=tuple(one for one in _row_gather(paged=False) if "sm_90a" in one.sms),
             ),
             _indexer("index_prepare", "prepare:Prepare"),

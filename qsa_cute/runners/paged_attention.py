@@ -79,7 +79,7 @@ class PagedAttentionRunner:
         if not units or params.algorithm is not None:
             return None
         if _has_clusters(loader, params.device):
-            if params.rows < union_paged.LEAST_ROWS or params.unshared or _missing(loader, params):
+            if not union_paged.pays(params) or params.unshared or _missing(loader, params):
                 return None
             return Workspace.of(("workspace", "i32", (-(-union_paged.workspace(params).size // 4),)))
         if splits.of_workspace(units, params.width, MAX_SPLITS) == 1:

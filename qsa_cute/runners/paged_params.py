@@ -322,7 +322,7 @@ class PagedAttentionParams:
     def launches(self, loader: Loader) -> union_paged.PagedLaunches:
         """Those of "shared", made at the first call."""
         if self._launches is None:
-            object.__setattr__(self, "_launches", union_paged.PagedLaunches(self, "bf16", loader))
+            object.__setattr__(self, "_launches", union_paged.PagedLaunches(self, "bf16", loader, self.workspace))
         return self._launches  # type: ignore[return-value]
 
     def as_rows(self) -> PagedAttentionParams:

@@ -125,7 +125,7 @@ class SparsePrefillParams:
         if needed and not union.fits(self):
             raise ArgumentError(
                 f"kv_seq_len is {self.kv_seq_len} with {self.group_size} heads a group; the union's bitmaps would take "
-                f"{union.shape(self).shared_memory} bytes of shared memory; use padded lists and algorithm {ROWS!r}"
+                f"{union.shared_memory(self)} bytes of shared memory; use padded lists and algorithm {ROWS!r}"
             )
         if needed:
             return True

@@ -18,7 +18,7 @@ from union_cases import drifting, token_lists
 from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.reference import attention as reference
-from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner, union
+from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner, union_paged
 
 KINDS = ("padded", "counted", "blocks")
 HEADS = ((1, 2), (3, 1), (5, 2), (6, 1), (12, 1), (12, 3), (16, 2))  # heads a group, KV heads
@@ -31,7 +31,7 @@ BAD_BLOCKS = (-(2**31), -2, 2**31 - 1, 1 << 24, 1 << 29, 1 << 30)
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch, request):
     """Tiles of 128 pairs however few the rows are; a test may ask for others by this parameter."""
-    caches = (union_layout.tile_pairs, union._sizes, union._workspace)
+    caches = (union_layout.tile_pairs, union_paged._sizes, union_paged._workspace)
     monkeypatch.setattr(union_layout, "LEAST_PAIRS", getattr(request, "param", union_layout.PAIRS))
     for cache in caches:
         cache.cache_clear()
@@ -276,17 +276,6 @@ def test_ids_end_at_the_rows_of_k() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_context_of_262144(kind) -> None:
     check_shared(shared(lengths=(262_144,), rows=30, top=512, rho=0.99), kind)
-
-
-@pytest.mark.parametrize(("group", "kv_heads"), [(12, 2), (3, 1), (1, 2)])
-@pytest.mark.parametrize("kind", ["counted", "blocks"])
-def test_bitmaps_that_take_turns(group, kv_heads, kind) -> None:
-    """More rows than shared memory holds bitmaps of a million tokens, and a tile with a duplicate among them."""
-    case = shared(group=group, kv_heads=kv_heads, lengths=(1_000_000,), rows=70, top=64, rho=0.99)
-    check_shared(case, kind)
-    blocks = case.blocks.clone()
-    blocks[0, 5, 3] = blocks[0, 5, 4]
-    check_odd(with_blocks(case, blocks), kind)
 
 
 @pytest.mark.parametrize("head_dim", [256, 128])

@@ -230,7 +230,7 @@ class TestFromTensors:
             ({"k_cache": cache(stride=(784 * 1024, 1024, 784 * 1024, 2))}, "k_cache has strides .* takes stride 1"),
             ({"indices": ints(5, 2052)}, "indices has shape .* rows is 4 by q"),
             ({"indices": ints(4, 1)}, r"indices has shape \[4, 1\]; it takes a list and its count"),
-            ({"indices": FakeTensor(4, 9, dtype="torch.int64")}, "indices has type torch.int64; it takes i32"),
+            ({"indices": FakeTensor(4, 9, dtype="torch.int64")}, "indices has type i64; it takes i32"),
             ({"block_table": ints(3)}, "block_table has shape"),
             ({"block_table": ints(3, 0)}, "table_width is 0"),
             ({"token_to_req": ints(3)}, "token_to_req has shape"),

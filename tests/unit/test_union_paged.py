@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from attention_params import prefill
 from test_union_runner import BASE, FakeLoader
 
-from qsa_cute import union_layout
-from qsa_cute.runners import union, union_paged
+from qsa_cute import paged_union_layout, union_layout
+from qsa_cute.runners import union_paged
 
 # vLLM's cache of TP1: [pages, kv_heads, 1568, K then V] seen as [pages, 1568, kv_heads, 256].
 STRIDES = {"page": 2 * 1568 * 512, "token": 512, "head": 1568 * 512}
@@ -92,8 +91,8 @@ def test_no_launch_asks_for_more_than_an_sm_has() -> None:
                 each = min(3, -(-tiles // 132))
                 assert size <= union_layout.MAX_SMEM_BYTES
                 # As many blocks an SM as there are turns to take, unless one row's bitmap needs more.
-                least = union_layout.fixed_smem_bytes(group) + 16 * union_layout.bitmap_words(width * 1568)
-                assert (size + 1024) * each <= union_layout.SM_SMEM_BYTES or size == least
+                least = paged_union_layout.fixed_smem_bytes(group) + 16 * paged_union_layout.bitmap_words(width * 1568)
+                assert (size + 1024) * each <= paged_union_layout.SM_SMEM_BYTES or size == least
 
 
 def test_a_workspace_holds_fewer_rows_too() -> None:
@@ -119,15 +118,4 @@ def test_tiles_are_never_more_rounds_and_never_too_wide(group) -> None:
         # Every tile's rows have a mask word, and `find_requests` sees 64 of them.
         for start in range(0, rows * group, pairs):
             touched = (min(start + pairs, rows * group) - 1) // group - start // group + 1
-            assert touched <= min(64, union_layout.mask_rows(group), union_layout.tile_rows(group, pairs))
-
-
-def test_dense_rows_have_no_table() -> None:
-    p = params()
-    assert union_paged.shape(p).requests == 2
-    names = ("block_table", "token_to_req", "page_blocks", "gate_ptr")
-    loader = FakeLoader()
-    dense = prefill(batch_size=1, seq_len=4096, kv_seq_len=8192, workspace=BASE)
-    launches = union.Launches(dense, "bf16", loader, ("q_ptr", "num_kv_heads", "group_size", "head_dim"))
-    launches.run("bf16", dense, loader)
-    assert {getattr(loader.log[0].params, name) for name in names} == {0}
+            assert touched <= min(64, union_layout.mask_rows(group), paged_union_layout.tile_rows(group, pairs))

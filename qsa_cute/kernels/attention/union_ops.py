@@ -14,6 +14,15 @@ def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
     cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[dst, src, size])
 
 
+def tma_load_3d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, barrier: Int32) -> None:
+    """A box of a tensor map to shared memory; its bytes complete on `barrier`. Elements out of bounds become 0."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}];",
+        read_only_args=[dst, tensor_map, c0, c1, c2, barrier],
+    )
+
+
 def tma_load_4d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, c3: Int32, barrier: Int32) -> None:
     """A box of a tensor map to shared memory; its bytes complete on `barrier`. Elements out of bounds become 0."""
     cute.arch.inline_ptx(
@@ -34,6 +43,17 @@ def bulk_load(dst: Int32, src: Int64, size: Int32, barrier: Int32) -> None:
 def acquire_tensor_map(tensor_map: Int64) -> None:
     """Make a tensor map that a kernel wrote visible to this thread's TMA copies."""
     cute.arch.inline_ptx("fence.proxy.tensormap::generic.acquire.gpu [{$r0}], 128;", read_only_args=[tensor_map])
+
+
+def replace_map_field(tensor_map: Int32, field: str, value) -> None:
+    """Set a field of the tensor map at a shared address: `.field, ordinal` or `.field` of tensormap.replace."""
+    width = "b64" if field.startswith(("global_address", "global_stride")) else "b32"
+    name, _, ordinal = field.partition(" ")
+    operand = f"{ordinal}, " if ordinal else ""
+    cute.arch.inline_ptx(
+        f"tensormap.replace.tile.{name}.shared::cta.b1024.{width} [{{$r0}}], {operand}{{$r1}};",
+        read_only_args=[tensor_map, value],
+    )
 
 
 def publish_tensor_map(dst: Int64, src: Int32) -> None:

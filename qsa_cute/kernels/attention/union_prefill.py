@@ -16,10 +16,7 @@ of the sequences first, since theirs are the longest unions. An item is never sp
 H200, the merge costs more than the idle SMs, down to 512 rows.
 
 Warps 0-3 gather: each issues the TMA boxes (4 tokens x 64 columns, 128-byte swizzle) of a quarter of a chunk's
-blocks into a ring of two K and two V slots. The tensor maps reach over all pages, and an entry says which page and
-which block in it: K and V of a dense sequence are one page, so paged and dense are the same to this kernel. Padding
-lies out of bounds: zeros, and no memory is touched. V of a block that is only partly wanted comes token by token, zeros
-in place of tokens that no row wants: what lies there may not even be initialised.
+blocks into a ring of two K and two V slots. Padding blocks lie out of bounds: zeros, and no memory is touched.
 Warps 4-11 are the two consumer warpgroups: while P V of chunk i runs on the tensor cores, the softmax of chunk
 i + 1 runs beside it. The ring runs on over items, so that the next item's K, V and Q arrive during this one's
 last products and epilogue.
@@ -27,11 +24,11 @@ last products and epilogue.
 A tile whose `union_counts` say 0 chunks is left to `union_rows`. A V that is not finite would reach rows that
 did not select it as 0 x NaN; so a warp that meets one gives its tile to `union_rows` too, which recomputes it.
 
-With a gate, of O's shape, the output is rounded to the type, multiplied by sigmoid(gate) in FP32 and rounded again.
-
 Baked: head dim, type, tile. Run-time: everything else. The caller guarantees 16-byte aligned rows of Q
 and O, and that `union_prepare` ran before this launch on the same stream with the same sizes.
 """
+
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -43,16 +40,14 @@ from cutlass.utils import LayoutEnum
 
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_consumer import Heads, UnionConsumer
-from qsa_cute.kernels.attention.union_items import STAGES, Tiles
-from qsa_cute.kernels.attention.union_tile import PAIRS
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX
+from qsa_cute.kernels.attention.union_tile import PAIRS, UnionTile
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
 PARAMS = (
     ptr("q_ptr", "elem", 16),
     ptr("o_ptr", "elem", 16),
-    ptr("gate_ptr", "elem", 16),
     ptr("lse_ptr", "f32"),
     ptr("tensor_maps", "i32", 16),
     ptr("union_counts", "i32", 8),
@@ -68,25 +63,50 @@ PARAMS = (
     i32("num_tiles"),
     i32("max_chunks"),
     i32("mask_rows"),
-    i32("entry_shift"),
     i64("q_stride_batch"),
     i64("q_stride_row"),
     i64("q_stride_head"),
     i64("o_stride_batch"),
     i64("o_stride_row"),
     i64("o_stride_head"),
-    i64("gate_stride_batch"),
-    i64("gate_stride_row"),
-    i64("gate_stride_head"),
     f32("attention_scale"),
 )
 
 BOX_COLUMNS = 64  # of a TMA box: the 128-byte swizzle's width
 BOX_BYTES = BLOCK_TOKENS * BOX_COLUMNS * 2
+STAGES = 2  # slots of the K ring, and of V's
 GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
 
 
-class UnionPrefill(UnionConsumer):
+@dataclass(frozen=True)
+class Tiles:
+    """How rows are cut in tiles, and where `union_prepare` left what; the launch's parameters of these names."""
+
+    counts: Int64
+    entries: Int64
+    masks: Int64
+    first_masks: Int64
+    seq_len: Int32
+    num_kv_heads: Int32
+    group_size: Int32
+    tile_pairs: Int32
+    per_sequence: Int32
+    num_tiles: Int32
+    max_chunks: Int32
+    mask_rows: Int32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Q or O: address, and strides in elements."""
+
+    at: Int64
+    batch: Int64
+    row: Int64
+    head: Int64
+
+
+class UnionPrefill(UnionTile):
     early_launch = True
 
     def __init__(self, head_dim: int, dtype: str, tile: int):
@@ -106,7 +126,6 @@ class UnionPrefill(UnionConsumer):
         self,
         q_ptr: cute.Pointer,
         o_ptr: cute.Pointer,
-        gate_ptr: cute.Pointer,
         lse_ptr: cute.Pointer,
         tensor_maps: cute.Pointer,
         union_counts: cute.Pointer,
@@ -122,23 +141,18 @@ class UnionPrefill(UnionConsumer):
         num_tiles: Int32,
         max_chunks: Int32,
         mask_rows: Int32,
-        entry_shift: Int32,
         q_stride_batch: Int64,
         q_stride_row: Int64,
         q_stride_head: Int64,
         o_stride_batch: Int64,
         o_stride_row: Int64,
         o_stride_head: Int64,
-        gate_stride_batch: Int64,
-        gate_stride_row: Int64,
-        gate_stride_head: Int64,
         attention_scale: Float32,
         stream: cuda.CUstream,
     ):
         self.kernel(
             q_ptr,
             o_ptr,
-            gate_ptr,
             lse_ptr,
             tensor_maps,
             union_counts,
@@ -154,16 +168,12 @@ class UnionPrefill(UnionConsumer):
             num_tiles,
             max_chunks,
             mask_rows,
-            entry_shift,
             q_stride_batch,
             q_stride_row,
             q_stride_head,
             o_stride_batch,
             o_stride_row,
             o_stride_head,
-            gate_stride_batch,
-            gate_stride_row,
-            gate_stride_head,
             attention_scale,
         ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream, min_blocks_per_mp=1)
 
@@ -172,7 +182,6 @@ class UnionPrefill(UnionConsumer):
         self,
         q_ptr: cute.Pointer,
         o_ptr: cute.Pointer,
-        gate_ptr: cute.Pointer,
         lse_ptr: cute.Pointer,
         tensor_maps: cute.Pointer,
         union_counts: cute.Pointer,
@@ -188,16 +197,12 @@ class UnionPrefill(UnionConsumer):
         num_tiles: Int32,
         max_chunks: Int32,
         mask_rows: Int32,
-        entry_shift: Int32,
         q_stride_batch: Int64,
         q_stride_row: Int64,
         q_stride_head: Int64,
         o_stride_batch: Int64,
         o_stride_row: Int64,
         o_stride_head: Int64,
-        gate_stride_batch: Int64,
-        gate_stride_row: Int64,
-        gate_stride_head: Int64,
         attention_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -255,7 +260,6 @@ class UnionPrefill(UnionConsumer):
             num_tiles,
             max_chunks,
             mask_rows,
-            entry_shift,
         )
         slots = [Int32(part.data_ptr().toint()) for part in (storage.q, storage.k, storage.v, storage.masks)]
         if warp < 4:
@@ -267,7 +271,6 @@ class UnionPrefill(UnionConsumer):
                 tiles,
                 Heads(q_ptr.toint(), q_stride_batch, q_stride_row, q_stride_head),
                 Heads(o_ptr.toint(), o_stride_batch, o_stride_row, o_stride_head),
-                Heads(gate_ptr.toint(), gate_stride_batch, gate_stride_row, gate_stride_head),
                 lse_ptr.toint(),
                 row_path.toint(),
                 attention_scale * ops.LOG2_E,
@@ -280,6 +283,28 @@ class UnionPrefill(UnionConsumer):
 
     # ---- items ---------------------------------------------------------------------------------------
 
+    @cute.jit
+    def place(self, tiles: Tiles, item: Int32):
+        """(tile, KV head) of an item: the last tiles first, a tile's heads together."""
+        return tiles.num_tiles - 1 - item // tiles.num_kv_heads, item % tiles.num_kv_heads
+
+    @cute.jit
+    def find_item(self, tiles: Tiles, item: Int32):
+        """The first item from `item` on, in steps of the grid, that has chunks; and its tile's ns and x."""
+        step, _, _ = cute.arch.grid_dim()
+        num_items = tiles.num_tiles * tiles.num_kv_heads
+        ns = Int32(0)
+        pairs = Int32(0)
+        looking = item < num_items
+        while looking:
+            tile, _ = self.place(tiles, item)
+            ns, pairs = union_ops.load_i32x2(tiles.counts + Int64(tile) * 8)
+            looking = Int32(0) == Int32(1)
+            if ns == 0:
+                item = item + step
+                looking = item < num_items
+        return item, ns, pairs
+
     # ---- gather --------------------------------------------------------------------------------------
 
     @cute.jit
@@ -291,18 +316,20 @@ class UnionPrefill(UnionConsumer):
             step, _, _ = cute.arch.grid_dim()
             sK = sK + warp * BOX_BYTES
             sV = sV + warp * BOX_BYTES
-            for i in cutlass.range_constexpr(3):
-                union_ops.acquire_tensor_map(maps + i * union_ops.TENSOR_MAP_BYTES)
             ring = Int32(0)
             item, ns, pairs = self.find_item(tiles, block)
             while item < tiles.num_tiles * tiles.num_kv_heads:
                 tile, kv_head = self.place(tiles, item)
+                k_map = maps + Int64(tile // tiles.per_sequence) * (2 * union_ops.TENSOR_MAP_BYTES)
+                v_map = k_map + union_ops.TENSOR_MAP_BYTES
+                union_ops.acquire_tensor_map(k_map)
+                union_ops.acquire_tensor_map(v_map)
                 at = tiles.entries + Int64(tile) * Int64(tiles.max_chunks) * (self.blocks * 4) + Int64(warp * 4)
                 total = ns + 2 * pairs
                 for c in cutlass.range(total + 1, unroll=1):
                     if c < total:
                         k_at = at + Int64(c) * (self.blocks * 4)
-                        self.fill(maps, 0, k_at, tiles.entry_shift, kv_head, sK, k_full, k_empty, ring + c, c - ns)
+                        self.fill(k_map, k_at, kv_head, sK, k_full, k_empty, ring + c, c - ns)
                         if warp == 0:
                             size = tiles.mask_rows * 4
                             full = k_full + self.full_barrier(ring + c, c - ns)
@@ -311,8 +338,7 @@ class UnionPrefill(UnionConsumer):
                             union_ops.bulk_load(sMasks + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint()))
                     if c > 0:
                         v_at = at + Int64(c - 1) * (self.blocks * 4)
-                        before = ring + c - 1
-                        self.fill(maps, 1, v_at, tiles.entry_shift, kv_head, sV, v_full, v_empty, before, c - 1 - ns)
+                        self.fill(v_map, v_at, kv_head, sV, v_full, v_empty, ring + c - 1, c - 1 - ns)
                 ring = ring + total
                 item, ns, pairs = self.find_item(tiles, item + step)
 
@@ -324,10 +350,8 @@ class UnionPrefill(UnionConsumer):
     @cute.jit
     def fill(
         self,
-        maps: Int64,
-        plane: cutlass.Constexpr[int],
+        tensor_map: Int64,
         entries: Int64,
-        entry_shift: Int32,
         kv_head: Int32,
         slots: Int32,
         full: cute.Pointer,
@@ -336,7 +360,7 @@ class UnionPrefill(UnionConsumer):
         exclusive: Int32,
     ):
         """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
-        e = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
+        t = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
         slot = ring % STAGES
         cute.arch.mbarrier_wait(empty + slot, (ring // STAGES + 1) % 2)
         if exclusive >= 0:  # in the stead of a warp of the warpgroup that skips the chunk
@@ -344,26 +368,296 @@ class UnionPrefill(UnionConsumer):
         barrier = full + self.full_barrier(ring, exclusive)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.warp_blocks * self.boxes * BOX_BYTES)
         dst = slots + slot * self.slot_bytes
-        last = (BLOCK_TOKENS << entry_shift) - BLOCK_TOKENS  # the last block's first token
         for j in cutlass.range_constexpr(self.warp_blocks):
-            page = e[j] >> (entry_shift + 4)
-            token = (e[j] >> 2) & last
-            block_dst = dst + j * 4 * BOX_BYTES
-            bar = Int32(barrier.toint())
-            if cutlass.const_expr(plane == 0):
-                self.load_boxes(maps, block_dst, token, kv_head, page, bar)
-            elif e[j] & 15 == 15:
-                self.load_boxes(maps + union_ops.TENSOR_MAP_BYTES, block_dst, token, kv_head, page, bar)
-            else:
-                for i in cutlass.range(BLOCK_TOKENS, unroll=1):
-                    from_page = page if (e[j] >> i) & 1 != 0 else Int32(-1)
-                    token_map = maps + 2 * union_ops.TENSOR_MAP_BYTES
-                    self.load_boxes(token_map, block_dst + i * (BOX_COLUMNS * 2), token + i, kv_head, from_page, bar)
+            for c in cutlass.range_constexpr(self.boxes):
+                union_ops.tma_load_3d(
+                    dst + (j * 4 * BOX_BYTES + c * (self.tile * 128)),
+                    tensor_map,
+                    Int32(c * BOX_COLUMNS),
+                    kv_head,
+                    t[j],
+                    Int32(barrier.toint()),
+                )
+
+    # ---- consumers -----------------------------------------------------------------------------------
 
     @cute.jit
-    def load_boxes(self, tensor_map: Int64, dst: Int32, token: Int32, kv_head: Int32, page: Int32, barrier: Int32):
-        """A block, or with the map of single tokens one: all of its columns."""
-        for c in cutlass.range_constexpr(self.boxes):
-            union_ops.tma_load_4d(
-                dst + c * (self.tile * 128), tensor_map, Int32(c * BOX_COLUMNS), token, kv_head, page, barrier
+    def consume(
+        self,
+        tiles: Tiles,
+        q: Heads,
+        o: Heads,
+        lse: Int64,
+        row_path: Int64,
+        scale_log2: Float32,
+        operands,
+        q_smem: Int32,
+        sMasks: Int32,
+        bars,
+        tid: Int32,
+    ):
+        """`operands` are Q, K and V transposed in shared memory; `q_smem` and `sMasks` addresses in it."""
+        sQ, sK, sVt = operands
+        group_size = tiles.group_size
+        all_heads = tiles.num_kv_heads * group_size
+        k_full, k_empty, v_full, v_empty = bars
+        qk_mma = hopper.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+            Float32,
+            atom_layout_mnk=(2, 1, 1),
+            tiler_mn=(64, self.tile),
+        )
+        pv_mma = hopper.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.MN,
+            Float32,
+            atom_layout_mnk=(2, 1, 1),
+            tiler_mn=(64, self.head_dim),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        wg = cute.arch.make_warp_uniform(tid // 128)
+        lane = tid % 32
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        qk_slice = qk_mma.get_slice(wg * 128)
+        pv_slice = pv_mma.get_slice(wg * 128)
+        tSrQ = qk_slice.make_fragment_A(qk_slice.partition_A(sQ))
+        tSrK = qk_slice.make_fragment_B(qk_slice.partition_B(sK))
+        tOrV = pv_slice.make_fragment_B(pv_slice.partition_B(sVt))
+        accS = cute.make_rmem_tensor(qk_slice.partition_shape_C((PAIRS, self.tile)), Float32)
+        accO = cute.make_rmem_tensor(pv_slice.partition_shape_C((PAIRS, self.head_dim)), Float32)
+        tOrP = pv_slice.make_fragment_A(pv_slice.partition_shape_A((PAIRS, self.tile)))
+        tS = cute.make_tensor(accS.iterator, cute.make_layout(self.tile // 2))
+        tO = cute.make_tensor(accO.iterator, cute.make_layout(self.head_dim // 2))
+        tP = cute.make_tensor(cute.recast_ptr(tOrP.iterator, dtype=Int32), cute.make_layout(self.tile // 4))
+        tMax = cute.make_rmem_tensor((2,), Float32)
+        tSum = cute.make_rmem_tensor((2,), Float32)
+        tScale = cute.make_rmem_tensor((2,), Float32)
+
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        half = (lane % 4) // 2  # a lane's columns 8 i + 2 (lane % 4) lie in block 2 i + half
+        pair0 = warp * 16 + lane // 4
+        ring = Int32(0)
+        k_phases = Int32(0)
+        v_phases = Int32(0)
+        item, ns, pairs = self.find_item(tiles, block)
+        if item < tiles.num_tiles * tiles.num_kv_heads:
+            self.load_q(tiles, q, q_smem, item, warp, lane)
+        while item < tiles.num_tiles * tiles.num_kv_heads:
+            tile, kv_head = self.place(tiles, item)
+            # Mask words of this lane's two rows, counted from the tile's first row.
+            start = (tile % tiles.per_sequence) * tiles.tile_pairs
+            row0 = start // group_size
+            m0 = (start + pair0) // group_size - row0
+            to_m1 = ((start + pair0 + 8) // group_size - row0 - m0) * 4
+            # Chunk 0 has words for each of a block's tokens, `plane` bytes apart.
+            plane = tiles.mask_rows * 4
+            at = tiles.first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(tiles.mask_rows) + Int64(m0)) * 4
+            w0 = union_ops.load_i32(at)
+            w0_odd = union_ops.load_i32(at + Int64(plane))
+            w1 = union_ops.load_i32(at + Int64(to_m1))
+            w1_odd = union_ops.load_i32(at + Int64(to_m1 + plane))
+            at0 = sMasks + m0 * 4
+            tMax.fill(EMPTY_MAX)
+            tSum.fill(0.0)
+            tScale.fill(1.0)
+            tO.fill(0.0)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+
+            k_phases = self.wait(k_full, ring % 2, k_phases)
+            self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, ring % 2], True)
+            warpgroup.wait_group(0)
+            self.release(k_empty, ring)
+            self.apply_masks(tS, w0 >> half, w0_odd >> half, w1 >> half, w1_odd >> half)
+            self.softmax(tS, tMax, tSum, tScale, scale_log2)
+
+            flying = Int32(-1)  # the chunk whose P V is in flight
+            done = ring  # the chunk whose P V comes next, and its barrier
+            done_full = ring % 2
+            for i in cutlass.range(1, ns + pairs, unroll=1):
+                next_chunk = ring + i
+                next_full = next_chunk % 2
+                if i >= ns:
+                    next_chunk = next_chunk + i - ns + wg
+                    next_full = 2 + wg
+                k_phases, v_phases = self.step(
+                    qk_mma,
+                    pv_mma,
+                    accS,
+                    accO,
+                    tSrQ,
+                    tSrK,
+                    tOrP,
+                    tOrV,
+                    tS,
+                    tO,
+                    tP,
+                    tMax,
+                    tSum,
+                    tScale,
+                    half,
+                    at0,
+                    to_m1,
+                    next_chunk,
+                    next_full,
+                    done,
+                    done_full,
+                    flying,
+                    bars,
+                    k_phases,
+                    v_phases,
+                    scale_log2,
+                )
+                flying = done
+                done = next_chunk
+                done_full = next_full
+            self.finish(flying, v_empty, tS, tP)
+            next_item, next_ns, next_pairs = self.find_item(tiles, item + step)
+            cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)  # the warpgroup is done with Q
+            if next_item < tiles.num_tiles * tiles.num_kv_heads:
+                self.load_q(tiles, q, q_smem, next_item, warp, lane)
+            self.rescale(tO, tScale)
+            v_phases = self.wait(v_full, done_full, v_phases)
+            self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, done % 2], False)
+            warpgroup.wait_group(0)
+            self.release(v_empty, done)
+            ring = ring + ns + 2 * pairs
+
+            self.check_finite(tO, row_path + Int64(tile * tiles.num_kv_heads + kv_head) * 4, lane)
+            for j in cutlass.range_constexpr(2):
+                tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=1)
+                tSum[j] = tSum[j] + cute.arch.shuffle_sync_bfly(tSum[j], offset=2)
+            batch = tile // tiles.per_sequence
+            head = Int64(kv_head * group_size)
+            o_base = o.at + (Int64(batch) * o.batch + head * o.head) * 2
+            lse_base = Int64(0)
+            if lse != 0:
+                lse_base = lse + (Int64(batch) * Int64(tiles.seq_len) * Int64(all_heads) + head) * 4
+            live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs)
+            self.store(
+                tO,
+                tMax,
+                tSum,
+                o_base,
+                o.row * 2,
+                o.head * 2,
+                lse_base,
+                all_heads,
+                start,
+                live,
+                group_size,
+                scale_log2,
+                pair0,
+                lane,
             )
+            item, ns, pairs = next_item, next_ns, next_pairs
+
+    @cute.jit
+    def step(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        accS: cute.Tensor,
+        accO: cute.Tensor,
+        tSrQ: cute.Tensor,
+        tSrK: cute.Tensor,
+        tOrP: cute.Tensor,
+        tOrV: cute.Tensor,
+        tS: cute.Tensor,
+        tO: cute.Tensor,
+        tP: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        tScale: cute.Tensor,
+        half: Int32,
+        at0: Int32,
+        to_m1: Int32,
+        k: Int32,
+        k_bar: Int32,
+        v: Int32,
+        v_bar: Int32,
+        flying: Int32,
+        bars,
+        k_phases: Int32,
+        v_phases: Int32,
+        scale_log2: Float32,
+    ):
+        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's; the new phases."""
+        k_full, k_empty, v_full, v_empty = bars
+        self.finish(flying, v_empty, tS, tP)
+        k_phases = self.wait(k_full, k_bar, k_phases)
+        w0 = ops.load_shared_i32(at0 + k % 2 * (PAIRS * 4)) >> half
+        w1 = ops.load_shared_i32(at0 + to_m1 + k % 2 * (PAIRS * 4)) >> half
+        self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, k % 2], True)
+        self.rescale(tO, tScale)
+        v_phases = self.wait(v_full, v_bar, v_phases)
+        self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v % 2], False)
+        warpgroup.wait_group(1)
+        self.release(k_empty, k)
+        self.apply_masks(tS, w0, w0, w1, w1)
+        self.softmax(tS, tMax, tSum, tScale, scale_log2)
+        return k_phases, v_phases
+
+    @cute.jit
+    def finish(self, flying: Int32, v_empty: cute.Pointer, tS: cute.Tensor, tP: cute.Tensor):
+        """Wait for the P V in flight, if any, and put the new P in its operand's place.
+
+        This opens a step, rather than closing the one before, because ptxas hoists the wait over a softmax in the
+        same basic block, and then nothing overlaps.
+        """
+        warpgroup.wait_group(0)
+        if flying >= 0:
+            self.release(v_empty, flying)
+        self.pack(tS, tP)
+
+    @cute.jit
+    def wait(self, full: cute.Pointer, index: Int32, phases: Int32) -> Int32:
+        """Wait for the next arrival on a barrier, of which bit `index` of `phases` is the parity; the new phases.
+
+        A parity tells only neighbours apart, so each waiter must see every phase. Chunks of one warpgroup alone
+        therefore have barriers of their own: the other could miss two of them.
+        """
+        cute.arch.mbarrier_wait(full + index, (phases >> index) & 1)
+        return phases ^ (1 << index)
+
+    @cute.jit
+    def release(self, empty: cute.Pointer, ring: Int32):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + ring % 2)
+
+    @cute.jit
+    def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
+        """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
+        tile, kv_head = self.place(tiles, item)
+        start = (tile % tiles.per_sequence) * tiles.tile_pairs
+        group_size = tiles.group_size
+        live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs) - warp * 16
+        row = (start + warp * 16) // group_size
+        head = start + warp * 16 - row * group_size
+        mine = (head + lane % 16) // group_size
+        # Elements from the warp's first row to pair lane % 16.
+        offset = mine * Int32(q.row) + (head + lane % 16 - mine * group_size) * Int32(q.head)
+        chunks = self.head_dim // 8  # 16-byte pieces of a row; a warp copies 32 at a time
+        at_once = 32 // chunks
+        piece = lane % chunks
+        base = q.at + (Int64(tile // tiles.per_sequence) * q.batch + Int64(kv_head * group_size) * q.head) * 2
+        base = base + Int64(row) * q.row * 2 + Int64(piece) * 16
+        dst = q_smem + (piece // 8) * (PAIRS * 128) + (warp * 16 + lane // chunks) * 128
+        swizzled = ((piece % 8) ^ (lane // chunks)) * 16
+        for j in cutlass.range_constexpr(16 // at_once):
+            m = j * at_once + lane // chunks
+            src = base + Int64(cute.arch.shuffle_sync(offset, offset=m)) * 2
+            wanted = m < live
+            union_ops.cp_async_16(
+                dst + j * at_once * 128 + (swizzled ^ (j * at_once % 8 * 16)),
+                src if wanted else base,
+                Int32(16) if wanted else Int32(0),
+            )
+        cute.arch.cp_async_commit_group()

@@ -12,7 +12,6 @@ from cutlass.cute.nvgpu import warpgroup
 from qsa_cute import union_layout
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import ops
-from qsa_cute.kernels.common.rope_norm import unpack_2
 
 PAIRS = union_layout.PAIRS  # M extent of a tile: two warpgroups of 64
 RESCALE_THRESHOLD = 8.0  # log2: O is rescaled only when a maximum grew by more; P stays below 2^8
@@ -103,9 +102,6 @@ class UnionTile:
         o: Int64,
         o_row: Int64,
         o_head: Int64,
-        gate: Int64,
-        gate_row: Int64,
-        gate_head: Int64,
         lse: Int64,
         lse_row: Int32,
         start: Int32,
@@ -115,17 +111,14 @@ class UnionTile:
         pair0: Int32,
         lane: Int32,
     ):
-        """Normalise, gate and store; a row with nothing selected is zeros, its LSE -inf. Four lanes hold 8 columns in
-        turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes. A gate multiplies what is rounded."""
+        """Normalise and store; a row with nothing selected is zeros, its LSE -inf. Four lanes hold 8 columns in
+        turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes."""
         for j in cutlass.range_constexpr(2):
             pair = pair0 + 8 * j
             row = (start + pair) // group_size
             head = start + pair - row * group_size
             inverse = cute.arch.rcp_approx(tSum[j]) if tSum[j] > 0.0 else Float32(0.0)
             at = o + Int64(row) * o_row + Int64(head) * o_head + Int64((lane % 4) * 16)
-            gate_at = gate + Int64(row) * gate_row + Int64(head) * gate_head + Int64((lane % 4) * 16)
-            gated = Int32(gate != 0 and pair < live and tSum[j] > 0.0)
-            gates = [union_ops.load_i32x4_if(gated, gate_at + k * 64) for k in range(self.head_dim // 32)]
             for k in cutlass.range_constexpr(self.head_dim // 32):
                 v = [
                     ops.pack_2(
@@ -134,8 +127,6 @@ class UnionTile:
                     for i in range(4)
                 ]
                 v = self.transpose_quad(v[0], v[1], v[2], v[3], lane)
-                if gated != 0:
-                    v = self.gate(v, gates[k])
                 if pair < live:
                     union_ops.store_i32x4(at + k * 64, v)
             if pair < live and lane % 4 == 0 and lse != 0:
@@ -143,20 +134,6 @@ class UnionTile:
                 if tSum[j] > 0.0:
                     value = (tMax[j] * scale_log2 + cute.math.log2(tSum[j], fastmath=True)) * ops.LN_2
                 ops.store_global_f32(lse + (Int64(row) * Int64(lse_row) + Int64(head)) * 4, value)
-
-    @cute.jit
-    def gate(self, v: tuple, gates: tuple):
-        """Eight rounded outputs times the sigmoids of eight gates."""
-        found = []
-        for i in cutlass.range_constexpr(4):
-            low, high = unpack_2(self.dtype, v[i])
-            gate_low, gate_high = unpack_2(self.dtype, gates[i])
-            found.append(ops.pack_2(self.dtype, low * self.sigmoid(gate_low), high * self.sigmoid(gate_high)))
-        return found[0], found[1], found[2], found[3]
-
-    @cute.jit
-    def sigmoid(self, x: Float32) -> Float32:
-        return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * (-ops.LOG2_E), fastmath=True))
 
     @cute.jit
     def transpose_quad(self, v0: Int32, v1: Int32, v2: Int32, v3: Int32, lane: Int32):

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of `union_prefill`: a tile's chunks in turn, P V of one under the softmax of the next."""
+"""The consumer warpgroups of `prefill.py`: a tile's chunks in turn, P V of one under the softmax of the next."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from qsa_cute.kernels.attention import union_ops
+from qsa_cute.kernels.attention.paged_union.items import Tiles, UnionItems
+from qsa_cute.kernels.attention.paged_union.tile import PagedUnionTile
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX
-from qsa_cute.kernels.attention.union_items import Tiles, UnionItems
-from qsa_cute.kernels.attention.union_tile import PAIRS, UnionTile
+from qsa_cute.kernels.attention.union_tile import PAIRS
 from qsa_cute.kernels.common import ops
 
 
@@ -25,7 +26,7 @@ class Heads:
     head: Int64
 
 
-class UnionConsumer(UnionItems, UnionTile):
+class UnionConsumer(UnionItems, PagedUnionTile):
     @cute.jit
     def consume(
         self,

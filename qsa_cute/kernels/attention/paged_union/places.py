@@ -1,6 +1,6 @@
-"""How `union_prepare` places the union's blocks in chunks, and says for each (row, block) whether the row wants it.
+"""How `prepare.py` places the union's blocks in chunks, and says for each (row, block) whether the row wants it.
 
-Blocks are numbered as in `union_lists`. An entry, as `union_prefill` takes it, is where a block lies and which of its
+Blocks are numbered as in `lists.py`. An entry, as `prefill.py` takes it, is where a block lies and which of its
 tokens some row wants: (page << entry_shift | block in the page) * 16 + a bit a token; -1 for padding.
 """
 
@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_lists import BAD, FIRST, SCAN, THREADS, Bitmaps, Lists
+from qsa_cute.kernels.attention.paged_union.lists import BAD, FIRST, SCAN, THREADS, Bitmaps, Lists
 from qsa_cute.kernels.common import ops
 
 WARPS = THREADS // 32

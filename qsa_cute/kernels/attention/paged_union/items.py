@@ -1,4 +1,4 @@
-"""Which tiles and KV heads a block of `union_prefill` takes, and the ring that its warps share."""
+"""Which tiles and KV heads a block of `prefill.py` takes, and the ring that its warps share."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ STAGES = 2  # slots of the K ring, and of V's
 
 @dataclass(frozen=True)
 class Tiles:
-    """How rows are cut in tiles, and where `union_prepare` left what; the launch's parameters of these names."""
+    """How rows are cut in tiles, and where `prepare.py` left what; the launch's parameters of these names."""
 
     counts: Int64
     entries: Int64

@@ -1,4 +1,4 @@
-"""How `union_prepare` reads a tile's selection: lists of tokens, or ids of blocks, to a bitmap a row and to records.
+"""How `prepare.py` reads a tile's selection: lists of tokens, or ids of blocks, to a bitmap a row and to records.
 
 Bit b of a row's bitmap: the row wants all four tokens of block b. A block of which a row wants only some (the open
 tail, a hole) becomes a record (row, block, tokens) instead. A tile's rows may be of two requests: rows from `cut` on
@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from qsa_cute import union_layout
+from qsa_cute import paged_union_layout as union_layout
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import ops
 

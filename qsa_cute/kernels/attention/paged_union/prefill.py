@@ -1,0 +1,369 @@
+"""Sparse prefill attention that shares its gather between neighbouring rows (SM90).
+
+    O[r, h] = sum_i softmax_i(scale * Q[r, h] . K[id_i]) V[id_i]      over the valid ids of row r's selection
+
+A tile is up to 128 consecutive (row, head of the group) pairs of one sequence and one KV head: the M extent of
+two wgmma warpgroups. It walks the union of its rows' 4-token blocks once, as `prepare.py` left it, in chunks
+of `tile` tokens; a bit per (row, block) masks what a row did not select:
+
+    chunk 0            holds every block of which some row wants only a part, so has a bit per token;
+    chunks 1 .. ns-1   shared by both warpgroups;
+    then x pairs       one chunk that only warpgroup 0's rows want, one that only warpgroup 1's want; the other
+                       warpgroup skips it.
+
+Grid: one persistent block an SM; block b takes items b, b + grid, ... An item is (tile, KV head), the last tiles
+of the sequences first, since theirs are the longest unions. An item is never split over blocks: measured on the
+H200, the merge costs more than the idle SMs, down to 512 rows.
+
+Warps 0-3 gather: each issues the TMA boxes (4 tokens x 64 columns, 128-byte swizzle) of a quarter of a chunk's
+blocks into a ring of two K and two V slots. The tensor maps reach over all pages, and an entry says which page and
+which block in it: K and V of a dense sequence are one page, so paged and dense are the same to this kernel. Padding
+lies out of bounds: zeros, and no memory is touched. V of a block that is only partly wanted comes token by token, zeros
+in place of tokens that no row wants: what lies there may not even be initialised.
+Warps 4-11 are the two consumer warpgroups: while P V of chunk i runs on the tensor cores, the softmax of chunk
+i + 1 runs beside it. The ring runs on over items, so that the next item's K, V and Q arrive during this one's
+last products and epilogue.
+
+A tile whose `union_counts` say 0 chunks is left to `rows.py`. A V that is not finite would reach rows that
+did not select it as 0 x NaN; so a warp that meets one gives its tile to `rows.py` too, which recomputes it.
+
+With a gate, of O's shape, the output is rounded to the type, multiplied by sigmoid(gate) in FP32 and rounded again.
+
+Baked: head dim, type, tile. Run-time: everything else. The caller guarantees 16-byte aligned rows of Q
+and O, and that `prepare.py` ran before this launch on the same stream with the same sizes.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.utils import LayoutEnum
+
+from qsa_cute.geometry import BLOCK_TOKENS
+from qsa_cute.kernels.attention import union_ops
+from qsa_cute.kernels.attention.paged_union.consumer import Heads, UnionConsumer
+from qsa_cute.kernels.attention.paged_union.items import STAGES, Tiles
+from qsa_cute.kernels.attention.union_tile import PAIRS
+from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.common.params import f32, i32, i64, ptr
+
+PARAMS = (
+    ptr("q_ptr", "elem", 16),
+    ptr("o_ptr", "elem", 16),
+    ptr("gate_ptr", "elem", 16),
+    ptr("lse_ptr", "f32"),
+    ptr("tensor_maps", "i32", 16),
+    ptr("union_counts", "i32", 8),
+    ptr("union_entries", "i32"),
+    ptr("union_masks", "i32", 16),
+    ptr("union_first_masks", "i32"),
+    ptr("row_path", "i32"),
+    i32("seq_len"),
+    i32("num_kv_heads"),
+    i32("group_size"),
+    i32("tile_pairs"),
+    i32("tiles_per_sequence"),
+    i32("num_tiles"),
+    i32("max_chunks"),
+    i32("mask_rows"),
+    i32("entry_shift"),
+    i64("q_stride_batch"),
+    i64("q_stride_row"),
+    i64("q_stride_head"),
+    i64("o_stride_batch"),
+    i64("o_stride_row"),
+    i64("o_stride_head"),
+    i64("gate_stride_batch"),
+    i64("gate_stride_row"),
+    i64("gate_stride_head"),
+    f32("attention_scale"),
+)
+
+BOX_COLUMNS = 64  # of a TMA box: the 128-byte swizzle's width
+BOX_BYTES = BLOCK_TOKENS * BOX_COLUMNS * 2
+GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
+
+
+class UnionPrefill(UnionConsumer):
+    early_launch = True
+
+    def __init__(self, head_dim: int, dtype: str, tile: int):
+        self.head_dim, self.dtype, self.tile = head_dim, dtype, tile
+        self.element = ops.ELEMENTS[dtype]
+        self.blocks = tile // BLOCK_TOKENS  # of a chunk
+        self.boxes = head_dim // BOX_COLUMNS  # of a block
+        self.warp_blocks = self.blocks // 4
+        self.slot_bytes = tile * head_dim * 2
+        self.threads = 384
+        if tile % 16 or self.blocks > 32:
+            raise ValueError("a chunk is a multiple of 16 tokens, and its blocks have a bit each of a word")
+        self.smem_bytes = 2048 + PAIRS * head_dim * 2 + 2 * STAGES * self.slot_bytes
+
+    @cute.jit
+    def __call__(
+        self,
+        q_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        gate_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        tensor_maps: cute.Pointer,
+        union_counts: cute.Pointer,
+        union_entries: cute.Pointer,
+        union_masks: cute.Pointer,
+        union_first_masks: cute.Pointer,
+        row_path: cute.Pointer,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        entry_shift: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        gate_stride_batch: Int64,
+        gate_stride_row: Int64,
+        gate_stride_head: Int64,
+        attention_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            q_ptr,
+            o_ptr,
+            gate_ptr,
+            lse_ptr,
+            tensor_maps,
+            union_counts,
+            union_entries,
+            union_masks,
+            union_first_masks,
+            row_path,
+            seq_len,
+            num_kv_heads,
+            group_size,
+            tile_pairs,
+            tiles_per_sequence,
+            num_tiles,
+            max_chunks,
+            mask_rows,
+            entry_shift,
+            q_stride_batch,
+            q_stride_row,
+            q_stride_head,
+            o_stride_batch,
+            o_stride_row,
+            o_stride_head,
+            gate_stride_batch,
+            gate_stride_row,
+            gate_stride_head,
+            attention_scale,
+        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.smem_bytes, stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_ptr: cute.Pointer,
+        o_ptr: cute.Pointer,
+        gate_ptr: cute.Pointer,
+        lse_ptr: cute.Pointer,
+        tensor_maps: cute.Pointer,
+        union_counts: cute.Pointer,
+        union_entries: cute.Pointer,
+        union_masks: cute.Pointer,
+        union_first_masks: cute.Pointer,
+        row_path: cute.Pointer,
+        seq_len: Int32,
+        num_kv_heads: Int32,
+        group_size: Int32,
+        tile_pairs: Int32,
+        tiles_per_sequence: Int32,
+        num_tiles: Int32,
+        max_chunks: Int32,
+        mask_rows: Int32,
+        entry_shift: Int32,
+        q_stride_batch: Int64,
+        q_stride_row: Int64,
+        q_stride_head: Int64,
+        o_stride_batch: Int64,
+        o_stride_row: Int64,
+        o_stride_head: Int64,
+        gate_stride_batch: Int64,
+        gate_stride_row: Int64,
+        gate_stride_head: Int64,
+        attention_scale: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        atom = warpgroup.make_smem_layout_atom(
+            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, self.head_dim), self.element
+        )
+        q_layout = cute.tile_to_shape(atom, (PAIRS, self.head_dim), order=(0, 1))
+        kv_layout = cute.tile_to_shape(atom, (self.tile, self.head_dim, STAGES), order=(0, 1, 2))
+
+        @cute.struct
+        class Storage:
+            k_full: cute.struct.MemRange[Int64, STAGES + 2]  # a slot's, then a warpgroup's: see `wait`
+            k_empty: cute.struct.MemRange[Int64, STAGES]
+            v_full: cute.struct.MemRange[Int64, STAGES + 2]
+            v_empty: cute.struct.MemRange[Int64, STAGES]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, STAGES * PAIRS], 16]
+            q: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        bars = (
+            storage.k_full.data_ptr(),
+            storage.k_empty.data_ptr(),
+            storage.v_full.data_ptr(),
+            storage.v_empty.data_ptr(),
+        )
+        if warp == 0:
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(STAGES + 2):
+                    cute.arch.mbarrier_init(bars[0] + s, 5)  # gather warps, and warp 0's masks
+                    cute.arch.mbarrier_init(bars[2] + s, 4)
+                for s in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
+                    cute.arch.mbarrier_init(bars[3] + s, 8)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        early.begin()
+
+        sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2)))
+        tiles = Tiles(
+            union_counts.toint(),
+            union_entries.toint(),
+            union_masks.toint(),
+            union_first_masks.toint(),
+            seq_len,
+            num_kv_heads,
+            group_size,
+            tile_pairs,
+            tiles_per_sequence,
+            num_tiles,
+            max_chunks,
+            mask_rows,
+            entry_shift,
+        )
+        slots = [Int32(part.data_ptr().toint()) for part in (storage.q, storage.k, storage.v, storage.masks)]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
+            self.gather(tiles, tensor_maps.toint(), slots[1], slots[2], slots[3], bars, warp)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(
+                tiles,
+                Heads(q_ptr.toint(), q_stride_batch, q_stride_row, q_stride_head),
+                Heads(o_ptr.toint(), o_stride_batch, o_stride_row, o_stride_head),
+                Heads(gate_ptr.toint(), gate_stride_batch, gate_stride_row, gate_stride_head),
+                lse_ptr.toint(),
+                row_path.toint(),
+                attention_scale * ops.LOG2_E,
+                (sQ, sK, sVt),
+                slots[0],
+                slots[3],
+                bars,
+                tid - 128,
+            )
+
+    # ---- items ---------------------------------------------------------------------------------------
+
+    # ---- gather --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def gather(self, tiles: Tiles, maps: Int64, sK: Int32, sV: Int32, sMasks: Int32, bars, warp: Int32):
+        """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
+        k_full, k_empty, v_full, v_empty = bars
+        if cute.arch.lane_idx() == 0:
+            block, _, _ = cute.arch.block_idx()
+            step, _, _ = cute.arch.grid_dim()
+            sK = sK + warp * BOX_BYTES
+            sV = sV + warp * BOX_BYTES
+            for i in cutlass.range_constexpr(3):
+                union_ops.acquire_tensor_map(maps + i * union_ops.TENSOR_MAP_BYTES)
+            ring = Int32(0)
+            item, ns, pairs = self.find_item(tiles, block)
+            while item < tiles.num_tiles * tiles.num_kv_heads:
+                tile, kv_head = self.place(tiles, item)
+                at = tiles.entries + Int64(tile) * Int64(tiles.max_chunks) * (self.blocks * 4) + Int64(warp * 4)
+                total = ns + 2 * pairs
+                for c in cutlass.range(total + 1, unroll=1):
+                    if c < total:
+                        k_at = at + Int64(c) * (self.blocks * 4)
+                        self.fill(maps, 0, k_at, tiles.entry_shift, kv_head, sK, k_full, k_empty, ring + c, c - ns)
+                        if warp == 0:
+                            size = tiles.mask_rows * 4
+                            full = k_full + self.full_barrier(ring + c, c - ns)
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+                            src = tiles.masks + (Int64(tile) * Int64(tiles.max_chunks) + Int64(c)) * Int64(size)
+                            union_ops.bulk_load(sMasks + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint()))
+                    if c > 0:
+                        v_at = at + Int64(c - 1) * (self.blocks * 4)
+                        before = ring + c - 1
+                        self.fill(maps, 1, v_at, tiles.entry_shift, kv_head, sV, v_full, v_empty, before, c - 1 - ns)
+                ring = ring + total
+                item, ns, pairs = self.find_item(tiles, item + step)
+
+    @cute.jit
+    def full_barrier(self, ring: Int32, exclusive: Int32) -> Int32:
+        """Which barrier a chunk's arrival completes: its slot's, or as exclusive chunk 0, 1, .. its warpgroup's own."""
+        return STAGES + exclusive % 2 if exclusive >= 0 else ring % STAGES
+
+    @cute.jit
+    def fill(
+        self,
+        maps: Int64,
+        plane: cutlass.Constexpr[int],
+        entries: Int64,
+        entry_shift: Int32,
+        kv_head: Int32,
+        slots: Int32,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        ring: Int32,
+        exclusive: Int32,
+    ):
+        """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
+        e = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
+        slot = ring % STAGES
+        cute.arch.mbarrier_wait(empty + slot, (ring // STAGES + 1) % 2)
+        if exclusive >= 0:  # in the stead of a warp of the warpgroup that skips the chunk
+            cute.arch.mbarrier_arrive(empty + slot)
+        barrier = full + self.full_barrier(ring, exclusive)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.warp_blocks * self.boxes * BOX_BYTES)
+        dst = slots + slot * self.slot_bytes
+        last = (BLOCK_TOKENS << entry_shift) - BLOCK_TOKENS  # the last block's first token
+        for j in cutlass.range_constexpr(self.warp_blocks):
+            page = e[j] >> (entry_shift + 4)
+            token = (e[j] >> 2) & last
+            block_dst = dst + j * 4 * BOX_BYTES
+            bar = Int32(barrier.toint())
+            if cutlass.const_expr(plane == 0):
+                self.load_boxes(maps, block_dst, token, kv_head, page, bar)
+            elif e[j] & 15 == 15:
+                self.load_boxes(maps + union_ops.TENSOR_MAP_BYTES, block_dst, token, kv_head, page, bar)
+            else:
+                for i in cutlass.range(BLOCK_TOKENS, unroll=1):
+                    from_page = page if (e[j] >> i) & 1 != 0 else Int32(-1)
+                    token_map = maps + 2 * union_ops.TENSOR_MAP_BYTES
+                    self.load_boxes(token_map, block_dst + i * (BOX_COLUMNS * 2), token + i, kv_head, from_page, bar)
+
+    @cute.jit
+    def load_boxes(self, tensor_map: Int64, dst: Int32, token: Int32, kv_head: Int32, page: Int32, barrier: Int32):
+        """A block, or with the map of single tokens one: all of its columns."""
+        for c in cutlass.range_constexpr(self.boxes):
+            union_ops.tma_load_4d(
+                dst + c * (self.tile * 128), tensor_map, Int32(c * BOX_COLUMNS), token, kv_head, page, barrier
+            )

@@ -1,0 +1,65 @@
+"""Sizes that the kernels of the paged union and their launcher share; imports nothing of the DSL."""
+
+from qsa_cute.geometry import BLOCK_TOKENS
+from qsa_cute.union_layout import MAX_SMEM_BYTES, PAIRS, RECORDS, mask_rows
+
+__all__ = ["MAX_SMEM_BYTES", "PAIRS", "RECORDS", "mask_rows"]
+
+FIXED_BYTES = 1536  # of the pre-kernel's shared memory, before the parts that depend on the launch
+SM_SMEM_BYTES = 228 * 1024  # of an SM; a block takes 1 KiB beside its own
+PREPARE_BLOCKS = 3  # of the pre-kernel an SM, at most
+PLACE_WORDS = 2048  # blocks of a union that the pre-kernel keeps in shared memory
+PLANES = 3  # words a plane beside the rows' bitmaps, for each request of a tile
+MAX_UNION = 65535  # blocks: the pre-kernel counts them in 16 bits
+ENTRY_BITS = 27  # of a block's place in K and V; four more say which of its tokens are wanted
+
+
+def tile_rows(group_size: int, pairs: int) -> int:
+    """Most rows that a tile touches."""
+    return (pairs + group_size - 2) // group_size + 1
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def max_union(group_size: int, pairs: int, blocks_per_row: int, context: int) -> int:
+    """Blocks that any tile can want whose rows select at most `blocks_per_row` blocks of `context` tokens."""
+    return min(tile_rows(group_size, pairs) * blocks_per_row, blocks_of(context))
+
+
+def max_chunks(union: int, tile: int) -> int:
+    """Chunks of `tile` tokens that so many blocks take, exclusive ones in pairs."""
+    return -(-union * BLOCK_TOKENS // tile) + 1
+
+
+def bitmap_words(context: int) -> int:
+    """Words of one row's bitmap."""
+    return -(-context // 512) * 4
+
+
+def fixed_smem_bytes(group_size: int) -> int:
+    """Of the pre-kernel's shared memory, all but bitmaps and planes."""
+    return FIXED_BYTES + RECORDS * 8 + mask_rows(group_size) * 16 + PLACE_WORDS * 4
+
+
+def prepare_smem_bytes(group_size: int, pairs: int, context: int, known: bool, blocks_per_sm: int) -> int:
+    """Dynamic shared memory of a the pre-kernel launch, bytes; more than MAX_SMEM_BYTES means not launchable.
+
+    All that so many blocks an SM can have, which also keeps more of them from sharing one while others idle. What does
+    not fit takes turns, a row at a time at the least.
+
+    Args:
+        known: whether sequences are about as long as `context`, or that is only what the page table has room for.
+    """
+    fixed = fixed_smem_bytes(group_size)
+    row = 4 * bitmap_words(context)
+    share = SM_SMEM_BYTES // blocks_per_sm - 1024
+    if known:  # one turn, if need be with fewer blocks an SM
+        share = min(MAX_SMEM_BYTES, max(share, fixed + (tile_rows(group_size, pairs) + PLANES) * row))
+    return max(fixed + (1 + PLANES) * row, share)
+
+
+def entry_shift(page_tokens: int) -> int:
+    """Bits of an entry that name a block of a page."""
+    return (blocks_of(page_tokens) - 1).bit_length()
