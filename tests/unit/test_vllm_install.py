@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -233,3 +234,12 @@ def test_the_entry_point_is_there():
     assert declared == {"qsa_cute": "qsa_cute.hosts.vllm:plugin"}
     found = metadata.EntryPoint("qsa_cute", declared["qsa_cute"], "vllm.general_plugins").load()
     assert found is host.plugin
+
+
+def test_the_docs_table_has_every_environment_variable():
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs/integrating-vllm.md").read_text().partition("## Environment variables")[2]
+    documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    code = [path.read_text() for path in (root / "qsa_cute").rglob("*.py")]
+    ours = {name for each in code for name in re.findall(r"\"(QSA_CUTE_[A-Z_]+|VLLM_[A-Z_]+)\"", each)}
+    assert sorted(ours) == sorted(documented)
