@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Guarded, ints, seeded
 from indexer_cases import LOGIT_ATOL, LOGIT_RTOL, bits
-from paged_cases import DEVICE, DTYPES, RATIO, TOKEN_TOPK, Paged, check_ids, fill, ids, paged, short_rows, vllm
+from paged_select_cases import DEVICE, DTYPES, RATIO, TOKEN_TOPK, Paged, check_ids, fill, ids, paged, short_rows, vllm
 from torch import Tensor
 
 from qsa_cute.geometry import TOP_BLOCKS
