@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ SIGNATURES = {
     },
 }
 SELECT = tuple(SIGNATURES["qsa_indexer"])
+OURS = {name: text for each in SIGNATURES.values() for name, text in each.items() if find_spec(host._HOMES[name])}
 
 
 def source(functions: dict[str, str]) -> str:
@@ -104,10 +106,10 @@ def arguments(rows: int = 2) -> tuple:
     return cpu, cpu, cpu, cpu, 2048, 4, 1, cpu
 
 
-@pytest.mark.parametrize("name", SELECT)
+@pytest.mark.parametrize("name", OURS)
 def test_signatures_are_vllms(name):
     names: dict[str, object] = {}
-    exec(source({name: SIGNATURES["qsa_indexer"][name]}), names)
+    exec(source({name: OURS[name]}), names)
     assert host.parameters(getattr(host, name)) == host.parameters(names[name])
 
 
@@ -130,7 +132,7 @@ def test_unknown_names_are_refused():
 
 def test_all_names_are_replaced_and_put_back(vllm, ours):
     before = {name: getattr(vllm["qsa_indexer"], name) for name in SELECT}
-    assert set(SELECT) <= set(host.install())
+    assert set(host.install()) == set(OURS)
     for name in SELECT:
         assert getattr(vllm["qsa_indexer"], name) is not before[name]
         assert getattr(vllm["qsa_indexer"], name).__name__ == name
