@@ -122,6 +122,13 @@ def _attention_rows(ctx: int, rows: int) -> tuple[int, int]:
     return entries(ctx - rows, rows) * FLOPS_PER_ENTRY, rows * (ROW_BYTES + 4 * INDEX_WIDTH) + ctx * TOKEN_BYTES
 
 
+def _vllm_select(n: Mapping[str, int]) -> tuple[int, int]:
+    blocks = n["ctx"] // BLOCK_TOKENS
+    if "rows" in n:
+        return n["rows"] * blocks * FLOPS_PER_SCORE, 0
+    return n["batch"] * blocks * FLOPS_PER_SCORE, n["batch"] * blocks * INDEX_HEAD_DIM * n["item"]
+
+
 def _decode(n: Mapping[str, int]) -> tuple[int, int]:
     count = n["batch"] * entries(n["ctx"] - 1, 1)
     return count * FLOPS_PER_ENTRY, count * TOKEN_BYTES
@@ -134,13 +141,6 @@ def _scores(rows: int, columns: int, keys: int) -> tuple[int, int]:
 def _decode_scores(n: Mapping[str, int]) -> tuple[int, int]:
     blocks = n["ctx"] // BLOCK_TOKENS
     return _scores(n["batch"], blocks, n["batch"] * blocks)
-
-
-def _vllm_select(n: Mapping[str, int]) -> tuple[int, int]:
-    blocks = n["ctx"] // BLOCK_TOKENS
-    if "rows" in n:
-        return n["rows"] * blocks * FLOPS_PER_SCORE, 0
-    return n["batch"] * blocks * FLOPS_PER_SCORE, n["batch"] * blocks * INDEX_HEAD_DIM * n["item"]
 
 
 def _vllm_attention(n: Mapping[str, int]) -> tuple[int, int]:

@@ -301,6 +301,13 @@ def topk(case: Case) -> TopK:
     return TopK(logits, torch.full((case.rows,), case.columns, dtype=torch.int32, device=where))
 
 
+def vllm_select(case: Case) -> object:
+    """See `bench.vllm_select`, which needs this module."""
+    from bench.vllm_select import given
+
+    return given(case)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer after its projections: the attention's own inputs, the indexer's projections index_qk [batch, rows, 640],
@@ -333,13 +340,6 @@ def layer_prefill(case: Case) -> Layer:
 def layer_decode(case: Case) -> Layer:
     inner = decode(case)
     return _layer(case, inner, 1, inner.pool, inner.page_table)
-
-
-def vllm_select(case: Case) -> object:
-    """See `bench.vllm_select`, which needs this module."""
-    from bench.vllm_select import given
-
-    return given(case)
 
 
 def vllm_attention(case: Case) -> object:

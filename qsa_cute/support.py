@@ -13,12 +13,12 @@ class SupportCode(enum.Enum):
     HEAD_DIM = "head_dim"
     GROUP_SIZE = "group_size"
     HEADS = "heads"
+    TOP_K = "top_k"
+    QUERY_LEN = "query_len"
     DTYPE = "dtype"
     SM = "sm"
     POOL_HEAD_DIM = "pool_head_dim"
     PAGE_SIZE = "page_size"
-    TOP_K = "top_k"
-    QUERY_LEN = "query_len"
 
 
 @dataclass(frozen=True, slots=True)

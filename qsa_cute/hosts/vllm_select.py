@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
@@ -36,6 +33,10 @@ from qsa_cute.runners.paged_select import (
 from qsa_cute.runners.tensors import Binder
 from qsa_cute.runtime import default_loader
 from qsa_cute.support import Support, SupportCode
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX_LOGITS_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"  # vLLM's own variable, and its default
 DEFAULT_LOGITS_MB = 512
@@ -84,7 +85,11 @@ def _key(*tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _find(key: tuple[Any, ...], make: Callable[[], _Call]) -> _Call:
@@ -100,6 +105,8 @@ def _find(key: tuple[Any, ...], make: Callable[[], _Call]) -> _Call:
 def _load(device: int, dtype: str, stream: int) -> None:
     """Load what calls of this type may run, once; "" is what has no type, which comes with any."""
     if (device, dtype) not in _loaded:
+        import torch
+
         with torch.cuda.device(device):
             PagedSelectRunner.preflight(dtype or "bf16", stream, device)
         _loaded.update({(device, dtype), (device, "")})
@@ -114,6 +121,8 @@ def _run(call: _Call, like: Tensor) -> None:
         for launch in call.at(0):
             launch.run(SELECT_DTYPE)
         return
+    import torch
+
     scratch = torch.empty(call.words, dtype=torch.float32, device=like.device)
     for launch in call.at(scratch.data_ptr()):
         launch.run(SELECT_DTYPE)
@@ -171,8 +180,8 @@ def _expand(
             f"query_positions has shape {list(query_positions.shape)}, visible_blocks {list(visible_blocks.shape)}; "
             "they must be equal"
         )
-    wide = query_positions.dtype == torch.int64
-    positions = binder.take("query_positions", _flat(query_positions), "rows", "i64" if wide else "i32", True)
+    kind = "torch.int64" if str(query_positions.dtype) == "torch.int64" else "i32"
+    positions = binder.take("query_positions", _flat(query_positions), "rows", kind, True)
     visible = binder.take("visible_blocks", _flat(visible_blocks), "rows", "i32", True)
     launch = ExpandCounted(
         out_ptr=lists.pointer,
@@ -181,7 +190,7 @@ def _expand(
         visible_blocks=visible.pointer,
         num_rows=rows,
         top_blocks=top,
-        positions_step=2 if wide else 1,
+        positions_step=1 if kind == "i32" else 2,
         out_stride_row=lists.strides[0],
         blocks_stride_row=ids.strides[0],
         stream=stream,

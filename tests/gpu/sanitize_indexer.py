@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import test_indexer as launches
 import test_indexer_layer as runners
+import test_paged_select as paged
 
 
 def main() -> None:
@@ -31,6 +32,12 @@ def main() -> None:
         launches.test_selection(cluster, 513)
     runners.test_decode_reproduces_prefill((2069, 17), runners.PLANS["speculative"])
     runners.test_a_layer_decodes_as_it_prefills((33, 20), 12, "bf16")
+    for dtype in ("bf16", "fp8"):
+        paged.test_scores_decode(dtype, 12, 3)
+        paged.test_scores_decode(dtype, 196, 1)
+        for algorithm in ("mma", "wgmma"):
+            paged.test_scores_prefill(dtype, algorithm, 196)
+    paged.test_expansion_is_exact(5, torch.int64, 1)
     torch.cuda.synchronize()
     print("every launch of the indexer ran and agrees with the reference")
 

@@ -10,7 +10,20 @@ import pytest
 import torch
 from attention_cases import Guarded, ints, seeded
 from indexer_cases import LOGIT_ATOL, LOGIT_RTOL, bits
-from paged_key_cases import DEVICE, DTYPES, RATIO, TOKEN_TOPK, Paged, check_ids, fill, ids, paged, short_rows, vllm
+from paged_select_cases import (
+    DEVICE,
+    DTYPES,
+    PEERS,
+    RATIO,
+    TOKEN_TOPK,
+    Paged,
+    check_ids,
+    fill,
+    ids,
+    paged,
+    short_rows,
+    vllm,
+)
 from torch import Tensor
 
 from qsa_cute.geometry import TOP_BLOCKS
@@ -344,7 +357,9 @@ def test_expansion_of_other_widths():
 
 # vLLM's own functions.
 
-needs_vllm = pytest.mark.skipif(vllm() is None, reason="vLLM's kernels are not in .peers/; see tools/fetch_peers.py")
+needs_vllm = pytest.mark.skipif(
+    not (PEERS / "peers.py").exists(), reason="vLLM's kernels are not in .peers/; see tools/fetch_peers.py"
+)
 
 
 @needs_vllm

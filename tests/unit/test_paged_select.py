@@ -186,6 +186,23 @@ def test_there_is_a_slot_for_every_tile(lengths, tile, known):
     assert 1 <= splits <= -(-30000 // 64)
 
 
+@pytest.mark.parametrize(
+    ("query_len", "requests", "columns", "rows", "warps", "shares"),
+    [
+        (1, 1, 16400, 2, 2, 256),
+        (2, 64, 16400, 2, 2, 128),
+        (3, 128, 16400, 4, 2, 64),
+        (8, 1, 16400, 8, 4, 129),
+        (1, 64, 2048, 2, 2, 32),
+        (1, 4096, 65600, 2, 2, 16),
+        (1, 3, 4, 2, 2, 1),
+        (1, 3, 0, 2, 2, 0),
+    ],
+)
+def test_decode_grids(query_len, requests, columns, rows, warps, shares):
+    assert launches.decode_choice(query_len, requests, columns) == ((("rows", rows), ("warps", warps)), shares)
+
+
 @given(st.integers(1, 4096), st.integers(0, 300_000), st.integers(1, 1 << 30))
 def test_chunks_fit_the_budget(rows, columns, budget):
     step = host.chunk_rows(rows, columns, budget)
@@ -281,9 +298,9 @@ BAD = [
     ({"q": Fake(8, 4, 128, at=GiB + 2)}, ArgumentError, "q_ptr"),
     ({"k_cache": Fake(100, 392, 1, 128, strides=(50200, 132, 128, 1))}, ArgumentError, "cache_stride_token is 132"),
     ({"visible_blocks": int32(7)}, ArgumentError, "visible_blocks has shape"),
-    ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type i64"),
+    ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type torch.int64"),
     ({"visible_blocks": int32(8, strides=(2,))}, ArgumentError, "must be contiguous|takes stride 1"),
-    ({"page_table": Fake(4, 20, dtype=torch.int64)}, ArgumentError, "page_table has type i64"),
+    ({"page_table": Fake(4, 20, dtype=torch.int64)}, ArgumentError, "page_table has type torch.int64"),
     ({"block_indices": int32(8, 500)}, ArgumentError, "block_indices has shape"),
     ({"block_indices": Fake(8, 512, dtype=torch.int64)}, ArgumentError, "block_indices has type"),
 ]
@@ -387,7 +404,7 @@ def expand_arguments(**changes):
         ({"block_indices": int32(8, 511)}, ArgumentError, "block_indices has shape"),
         ({"query_positions": Fake(7, dtype=torch.int64)}, ArgumentError, r"query_positions has shape \[7\]"),
         ({"query_positions": Fake(8, dtype=torch.float32)}, ArgumentError, "query_positions has type f32"),
-        ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type i64"),
+        ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type torch.int64"),
     ],
 )
 def test_expansion_refuses(changes, error, words):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,7 @@ SIGNATURES = {
     },
 }
 SELECT = tuple(SIGNATURES["qsa_indexer"])
+OURS = {name: text for each in SIGNATURES.values() for name, text in each.items() if find_spec(host._HOMES[name])}
 
 
 def source(functions: dict[str, str]) -> str:
@@ -103,10 +106,10 @@ def arguments(rows: int = 2) -> tuple:
     return cpu, cpu, cpu, cpu, 2048, 4, 1, cpu
 
 
-@pytest.mark.parametrize("name", SELECT)
+@pytest.mark.parametrize("name", OURS)
 def test_signatures_are_vllms(name):
     names: dict[str, object] = {}
-    exec(source({name: SIGNATURES["qsa_indexer"][name]}), names)
+    exec(source({name: OURS[name]}), names)
     assert host.parameters(getattr(host, name)) == host.parameters(names[name])
 
 
@@ -129,7 +132,7 @@ def test_unknown_names_are_refused():
 
 def test_all_names_are_replaced_and_put_back(vllm, ours):
     before = {name: getattr(vllm["qsa_indexer"], name) for name in SELECT}
-    assert set(SELECT) <= set(host.install())
+    assert set(host.install()) == set(OURS)
     for name in SELECT:
         assert getattr(vllm["qsa_indexer"], name) is not before[name]
         assert getattr(vllm["qsa_indexer"], name).__name__ == name
@@ -233,3 +236,12 @@ def test_the_entry_point_is_there():
     assert declared == {"qsa_cute": "qsa_cute.hosts.vllm:plugin"}
     found = metadata.EntryPoint("qsa_cute", declared["qsa_cute"], "vllm.general_plugins").load()
     assert found is host.plugin
+
+
+def test_the_docs_table_has_every_environment_variable():
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs/integrating-vllm.md").read_text().partition("## Environment variables")[2]
+    documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    code = [path.read_text() for path in (root / "qsa_cute").rglob("*.py")]
+    ours = {name for each in code for name in re.findall(r"\"(QSA_CUTE_[A-Z_]+|VLLM_[A-Z_]+)\"", each)}
+    assert sorted(ours) == sorted(documented)
