@@ -357,7 +357,15 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             _metrale("metrale_block_pool", "block_pool:BlockPool"),
             _metrale("metrale_qprep", "qprep:QueryPrep"),
             _metrale("metrale_score", "score:Score"),
-            _metrale("metrale_score_rows", "score_rows:ScoreRows"),
+            Kernel(
+                name="metrale_score_rows",
+                entry="qsa_cute.kernels.metrale.score_rows:ScoreRows",
+                tuning=(
+                    Tuning({"blocks_per_sm": 3}, (*_sms(163), "sm_86", "sm_89", "sm_90a", "sm_110a"), (128,)),
+                    Tuning({"blocks_per_sm": 2}, ("sm_100a", "sm_103a", "sm_120a", "sm_121a"), (128,)),  # 3 spill
+                ),
+                tensor_core="",
+            ),
             _metrale("metrale_score_rows_tc", "score_rows_tc:ScoreRowsTc", tensor_core="HMMA"),
             _metrale("metrale_gather", "gather:Gather", dtypes=("bf16",)),  # moves 16-bit elements of either type
             Kernel(

@@ -6,10 +6,10 @@ for the columns b < n_blocks_max; rows of scores are score_stride floats apart a
 
 Grid: (tiles of 16 rows) x (tiles of 128 blocks), rows fastest, flattened on x. 128 threads; a thread owns 2 rows, 4
 heads and 8 blocks, so that all heads of its scores meet in its registers. A tile of FP32 queries and one of keys lie
-in shared memory, swizzled by the lane that reads them; three thread blocks an SM hide each other's copies.
+in shared memory, swizzled by the lane that reads them; the thread blocks of an SM hide each other's copies.
 
-Baked: type. Run-time: rows, blocks, heads, key length, ratio. The caller guarantees: contiguous rows of q and of
-block_keys, 16-byte aligned; hd a multiple of 8. A block that no row of the tile sees is not read.
+Baked: type, thread blocks an SM. Run-time: rows, blocks, heads, key length, ratio. The caller guarantees: contiguous
+rows of q and of block_keys, 16-byte aligned; hd a multiple of 8. A block that no row of the tile sees is not read.
 """
 
 import cuda.bindings.driver as cuda
@@ -57,8 +57,9 @@ KEYS = TILE_ROWS * HEADS * QUERY_BYTES  # where the keys begin in shared memory
 class ScoreRows:
     early_launch = early.SUPPORTED
 
-    def __init__(self, head_dim: int, dtype: str):
-        self.dtype = dtype
+    def __init__(self, head_dim: int, dtype: str, blocks_per_sm: int):
+        self.dtype, self.blocks_per_sm = dtype, blocks_per_sm
+        self.dims = 4 if blocks_per_sm == 3 else 2  # multiplied at once
         self.threads = THREADS
         self.smem_bytes = KEYS + TILE_BLOCKS * KEY_BYTES
 
@@ -85,7 +86,7 @@ class ScoreRows:
             block=(self.threads, 1, 1),
             smem=self.smem_bytes,
             stream=stream,
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=100,
         )
 
@@ -199,16 +200,28 @@ class ScoreRows:
         for step in cutlass.range(steps, unroll=1):
             q_at = sQ + (step ^ pair) * 16
             k_at = sK + ((step // 2) ^ (tid % 8)) * 16 + step % 2 * 8
-            k = []
-            for j in cutlass.range_constexpr(BLOCKS):
+            for part in cutlass.range_constexpr(4 // self.dims):
+                self.multiply_dims(q_at + part * self.dims * 4, k_at + part * self.dims * 2, acc)
+
+    @cute.jit
+    def multiply_dims(self, q_at: Int32, k_at: Int32, acc: cute.Tensor):
+        """4 dims, or 2: where registers are short, fewer of them at once."""
+        k = []
+        for j in cutlass.range_constexpr(BLOCKS):
+            if cutlass.const_expr(self.dims == 4):
                 words = load_shared_i32x2(k_at + j * KEY_BYTES)
                 k = k + [rn.unpack_2(self.dtype, words[0]) + rn.unpack_2(self.dtype, words[1])]
-            for line in cutlass.range_constexpr(ROWS * HEADS):
+            else:
+                k = k + [rn.unpack_2(self.dtype, ops.load_shared_i32(k_at + j * KEY_BYTES))]
+        for line in cutlass.range_constexpr(ROWS * HEADS):
+            if cutlass.const_expr(self.dims == 4):
                 query = ops.load_shared_f32x4(q_at + line * QUERY_BYTES)
-                for i in cutlass.range_constexpr(4):
-                    for j in cutlass.range_constexpr(BLOCKS):
-                        at = line * BLOCKS + j
-                        acc[at] = fma(query[i], k[j][i], acc[at])
+            else:
+                query = ops.load_shared_f32x2(q_at + line * QUERY_BYTES)
+            for i in cutlass.range_constexpr(self.dims):
+                for j in cutlass.range_constexpr(BLOCKS):
+                    at = line * BLOCKS + j
+                    acc[at] = fma(query[i], k[j][i], acc[at])
 
     @cute.jit
     def store(
