@@ -160,7 +160,7 @@ def test_scores_and_selection_by_hand() -> None:
     kpool.write_cache(cache, table[0].long()[place // 32] * 32 + place % 32, key, scale)
     q, _ = kpool.quantise(normal(rows, 32, 128, seed=4))
     weights, lengths = normal(rows, 32, seed=5), torch.tensor([2400, 7, 2051])
-    found = kpool.scores(q, weights, cache, table, lengths, torch.zeros(rows), pools)
+    found = kpool.scores(q, weights, cache, table, lengths, torch.zeros(rows, dtype=torch.int32), pools)
     for row, pool in ((0, 0), (0, 599), (1, 0), (2, 511)):
         want = 0.0
         for head in range(32):
@@ -168,8 +168,8 @@ def test_scores_and_selection_by_hand() -> None:
             want += float(weights[row, head]) * max(0.0, dot)
         assert found[row, pool].item() == pytest.approx(want * float(scale[pool]), rel=1e-9)
     assert (~found.isnan()).sum(1).tolist() == [600, 1, 512]
-    chosen = kpool.select(found, lengths)
-    ranked = sorted(range(600), key=lambda pool: (-found[0, pool].item(), pool))
+    chosen = kpool.select(found.float(), lengths)
+    ranked = sorted(range(600), key=lambda pool: (-found[0, pool].float().item(), pool))
     assert chosen[0].tolist() == sorted(ranked[:512])
     assert chosen[1].tolist() == [0] + [-1] * 511
     assert chosen[2].tolist() == list(range(512))

@@ -3,9 +3,9 @@
     out[r, c]        = id[r, c // pool] * pool + c % pool     c < topk; -1 where the pool is not valid
     out[r, topk + i] = closed[r] * pool + i                   i < seq_lens[r] - closed[r] * pool, i < tail; else -1
 
-closed[r] is pool_lens[r], or seq_lens[r] // pool where there are none; a length below 0 is 0. With a page table a token becomes
-page_table[r, token], the token clamped to its columns; with offsets it becomes token + offsets[r]. copy = 1: the first
-topk columns are `ids` as they are.
+closed[r] is pool_lens[r], or seq_lens[r] // pool where there are none; a length below 0 is 0. With a page table a token
+becomes page_table[r, token], the token clamped to its columns; with offsets it becomes token + offsets[r]. copy = 1: the
+first topk columns are `ids` as they are.
 
 Grid: (num_rows). Four columns a thread, at 16-byte aligned addresses whatever the rows' alignment; a row's ends are
 stored one by one. Nothing baked; index tensors are int32 or int64 each (`*_words` 1 or 2).
