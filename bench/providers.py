@@ -7,10 +7,23 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import ours, peers
+from bench import inputs as made
+from bench import kpool, ours, peers
+from bench.cases import Case
 from bench.work import Work
 
 Maker = Callable[[Any, Any], Work]
+
+# Inputs of each family.
+MAKERS: Mapping[str, Callable[[Case], Any]] = {
+    **made.MAKERS,
+    "kpool_hadamard": kpool.hadamard,
+    "kpool_compress": kpool.compress,
+    "kpool_decode": kpool.decode,
+    "kpool_expand": kpool.expand,
+    "kpool_scores": kpool.scores,
+    "kpool_scores_decode": kpool.scores,
+}
 
 PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "prefill": {
@@ -30,6 +43,12 @@ PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "decode": {"ours": ours.decode, "vllm": peers.vllm_decode},
     "scores_prefill": {"ours": ours.scores_prefill, "vllm": peers.vllm_scores_prefill},
     "scores_decode": {"ours": ours.scores_decode, "vllm": peers.vllm_scores_decode},
+    "kpool_hadamard": {"ours": kpool.ours_hadamard, "vllm": kpool.vllm_hadamard},
+    "kpool_compress": {"ours": kpool.ours_compress, "vllm": kpool.vllm_compress},
+    "kpool_decode": {"ours": kpool.ours_decode, "vllm": kpool.vllm_decode},
+    "kpool_expand": {"ours": kpool.ours_expand, "vllm": kpool.vllm_expand},
+    "kpool_scores": {"ours": kpool.ours_scores},
+    "kpool_scores_decode": {"ours": kpool.ours_scores},
     "topk": {"ours": ours.topk, "vllm": peers.vllm_topk, "torch": peers.torch_topk},
     "layer_prefill": {
         "ours": ours.layer_prefill,

@@ -164,8 +164,7 @@ def _measure(outcome: Outcome, session: Session, providers: Sequence[str] | None
 
 
 def _checked(outcome: Outcome, providers: Sequence[str] | None) -> dict[str, Work]:
-    from bench.inputs import MAKERS
-    from bench.providers import PROVIDERS
+    from bench.providers import MAKERS, PROVIDERS
     from bench.work import UnavailableError, WrongResultError
 
     case = outcome.case
