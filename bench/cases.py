@@ -19,6 +19,7 @@ from qsa_cute.geometry import (
     INDEX_HEAD_DIM,
     INDEX_HEADS,
     INDEX_WIDTH,
+    KPOOL_HEADS,
     NUM_KV_HEADS,
     NUM_Q_HEADS,
     TOP_BLOCKS,
@@ -38,6 +39,7 @@ TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * ELEM_BYTES  # K and V of one token
 ROW_BYTES = 2 * NUM_Q_HEADS * HEAD_DIM * ELEM_BYTES  # Q and O of one row
 FLOPS_PER_ENTRY = 4 * NUM_Q_HEADS * HEAD_DIM  # QK^T and PV of one row and one selected token
 KEY_BYTES = INDEX_HEAD_DIM * ELEM_BYTES
+_ENTRY_BYTES = INDEX_HEAD_DIM + 4  # of kpool's cache: an e4m3 key and its scale
 FLOPS_PER_SCORE = 2 * INDEX_HEADS * INDEX_HEAD_DIM
 
 
@@ -75,7 +77,7 @@ class Case:
         ctx: tokens of each sequence; of a `topk` case 0.
         rows: query rows (the last of the context), or rows of logits.
         columns: logits a row.
-        batch: sequences, each with one new token.
+        batch: sequences, each with next_n new tokens.
         tp: tensor-parallel ranks, of which the case is one.
         rho: how alike neighbouring rows select: the correlation of their block scores.
         flops, bytes: useful work of one launch; 0 where it has none of the kind.
@@ -92,6 +94,7 @@ class Case:
     rows: int = 0
     columns: int = 0
     batch: int = 1
+    next_n: int = 1
     rho: float = 0.0
     tp: int = 1
 
@@ -316,6 +319,40 @@ FAMILIES: Mapping[str, Family] = {
         r"ctx(?P<ctx>\d+)/rows(?P<rows>\d+)/rho(?P<rho>[01](\.\d+)?)",
         lambda n: _attention_rows(n["ctx"], n["rows"]),
         dict.fromkeys(("ctx32768/rows4096/rho0", "ctx32768/rows4096/rho0.995", "ctx131072/rows4096/rho0.995")),
+    ),
+    "kpool_hadamard": Family(
+        r"(?P<rows>\d+)",
+        lambda n: (0, n["rows"] * (3 * INDEX_HEAD_DIM + 4)),
+        {"131072": Target(ratio=2.3), "1048576": Target(ratio=2.3)},
+    ),
+    # A pool: 4 keys and gate scores and a slot in, a key and a scale out.
+    "kpool_compress": Family(
+        r"(?P<rows>\d+)",
+        lambda n: (0, n["rows"] * (16 * INDEX_HEAD_DIM + 8 + _ENTRY_BYTES)),
+        {"32768": Target(ratio=2.2), "262144": Target(ratio=2.2)},
+    ),
+    "kpool_decode": Family(
+        r"b(?P<batch>\d+)n(?P<next_n>\d+)",
+        lambda n: (0, 0),
+        {"b128n1": Target(ratio=1), "b128n4": Target(ratio=1), "b128n8": Target(ratio=1)},
+    ),
+    "kpool_expand": Family(
+        r"(?P<rows>\d+)",
+        lambda n: (0, 4 * n["rows"] * (TOP_BLOCKS + INDEX_WIDTH)),
+        {"4096": Target(ratio=2.5), "128": Target(ratio=1)},
+    ),
+    "kpool_scores": Family(
+        r"(?P<rows>\d+)x(?P<columns>\d+)",
+        lambda n: (n["rows"] * n["columns"] * 2 * KPOOL_HEADS * INDEX_HEAD_DIM, n["columns"] * _ENTRY_BYTES),
+        {"4096x8192": None, "4096x32768": None},
+    ),
+    "kpool_scores_decode": Family(
+        r"pools(?P<columns>\d+)/b(?P<batch>\d+)n(?P<next_n>\d+)",
+        lambda n: (
+            n["batch"] * n["next_n"] * n["columns"] * 2 * KPOOL_HEADS * INDEX_HEAD_DIM,
+            n["batch"] * n["columns"] * _ENTRY_BYTES,
+        ),
+        dict.fromkeys((f"pools16384/b{b}n{n}" for b, n in ((1, 1), (16, 1), (64, 1), (128, 1), (64, 4), (64, 8)))),
     ),
     # A run costs the host at most 1.5 bare launches.
     "host": Family(r"launch", lambda n: (0, 0), {"launch": Target(ratio=1 / 1.5, peers=("bare",))}),

@@ -48,7 +48,8 @@ def _peers() -> Any:
 
 
 @functools.cache
-def _vllm(module: str) -> Any:
+def vllm_module(module: str) -> Any:
+    """vLLM's `attention`, `indexer` or `kpool` kernels. Raises UnavailableError."""
     found = getattr(_peers().vllm(), module)
     if found is None:
         raise UnavailableError(f"{PEERS} lacks vLLM's {module} kernels")
@@ -83,7 +84,7 @@ def _split(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 def vllm_prefill(case: Case, given: made.Prefill) -> Work:
     _bf16_only(case, "vLLM")
-    attend, where = _vllm("attention").qsa_sparse_paged_attention, given.q.device
+    attend, where = vllm_module("attention").qsa_sparse_paged_attention, given.q.device
     count = -(-case.ctx // VLLM_PAGE)
     table = torch.arange(count, dtype=torch.int32, device=where)[None]
     cache = _interleaved(count, given.q)
@@ -102,7 +103,7 @@ def vllm_prefill(case: Case, given: made.Prefill) -> Work:
 
 def vllm_decode(case: Case, given: made.Decode) -> Work:
     _bf16_only(case, "vLLM")
-    attend, where = _vllm("attention").qsa_sparse_paged_attention, given.q.device
+    attend, where = vllm_module("attention").qsa_sparse_paged_attention, given.q.device
     sequences, count = given.page_table.shape[0], -(-case.ctx // VLLM_PAGE)
     tables = torch.randperm(sequences * count, generator=made.generator(where), device=where)
     tables = tables.int().view(sequences, count)
@@ -129,7 +130,7 @@ def vllm_decode(case: Case, given: made.Decode) -> Work:
 
 def vllm_scores_prefill(case: Case, given: made.Scores) -> Work:
     _bf16_only(case, "vLLM")
-    score, where = _vllm("indexer")._prefill_logits, given.kbar.device
+    score, where = vllm_module("indexer")._prefill_logits, given.kbar.device
     blocks = case.ctx // BLOCK_TOKENS
     cache, tables = _key_cache(given.kbar)
     starts = made.ints([0, case.rows], where)
@@ -156,7 +157,7 @@ def _key_cache(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def vllm_scores_decode(case: Case, given: made.ScoresDecode) -> Work:
     _bf16_only(case, "vLLM")
-    module, where = _vllm("indexer"), given.pool.device
+    module, where = vllm_module("indexer"), given.pool.device
     tails = given.pool[:, ::BLOCK_TOKENS, 0, HEAD_DIM : HEAD_DIM + INDEX_HEAD_DIM]
     keys = torch.stack([tails[pages[1].long()].flatten(0, 1)[: given.num_blocks] for pages in given.page_table])
     cache, tables = _key_cache(keys)
@@ -182,7 +183,7 @@ def vllm_scores_decode(case: Case, given: made.ScoresDecode) -> Work:
 
 
 def vllm_topk(case: Case, given: made.TopK) -> Work:
-    module = _vllm("indexer")
+    module = vllm_module("indexer")
     if not (PEERS / "vllm_ops.so.xz").exists():
         raise UnavailableError(f"{PEERS} lacks vLLM's compiled operators (vllm_ops.so.xz)")
     _load_vllm_topk()

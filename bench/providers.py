@@ -7,12 +7,24 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import inputs, metrale, ours, peers, vllm_attention, vllm_select
+from bench import inputs, kpool, metrale, ours, peers, vllm_attention, vllm_select
+from bench.cases import Case
 from bench.work import Work
 
 Maker = Callable[[Any, Any], Work]
 
-MAKERS: Mapping[str, Callable[[Any], Any]] = {**inputs.MAKERS, **metrale.MAKERS}
+# Inputs of each family.
+MAKERS: Mapping[str, Callable[[Case], Any]] = {
+    **inputs.MAKERS,
+    **metrale.MAKERS,
+    "kpool_hadamard": kpool.hadamard,
+    "kpool_compress": kpool.compress,
+    "kpool_decode": kpool.decode,
+    "kpool_expand": kpool.expand,
+    "kpool_scores": kpool.scores,
+    "kpool_scores_decode": kpool.scores,
+}
+
 PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "prefill": {
         "ours": ours.prefill,
@@ -38,6 +50,12 @@ PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
         "vllm_scores": vllm_select.vllm_scores,
     },
     "vllm_attention": {"ours": vllm_attention.ours, "vllm": vllm_attention.vllm},
+    "kpool_hadamard": {"ours": kpool.ours_hadamard, "vllm": kpool.vllm_hadamard},
+    "kpool_compress": {"ours": kpool.ours_compress, "vllm": kpool.vllm_compress},
+    "kpool_decode": {"ours": kpool.ours_decode, "vllm": kpool.vllm_decode},
+    "kpool_expand": {"ours": kpool.ours_expand, "vllm": kpool.vllm_expand},
+    "kpool_scores": {"ours": kpool.ours_scores},
+    "kpool_scores_decode": {"ours": kpool.ours_scores},
     "topk": {"ours": ours.topk, "vllm": peers.vllm_topk, "torch": peers.torch_topk},
     "layer_prefill": {
         "ours": ours.layer_prefill,

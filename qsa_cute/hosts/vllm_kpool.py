@@ -8,10 +8,7 @@ CUDA graph capture once `KpoolRunner.preflight` was called. docs/integrating-vll
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
@@ -19,6 +16,9 @@ from qsa_cute.runners.checks import show
 from qsa_cute.runners.kpool import CompressWrite, DecodeUpdate, HadamardQuant, SeedTail
 from qsa_cute.runners.kpool_expand import ExpandTail
 from qsa_cute.runners.kpool_scores import TOP, WIDTH, PoolSelectParams, PoolSelectRunner
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX_HEAD_DIM = geometry.INDEX_HEAD_DIM
 
@@ -48,8 +48,8 @@ def fwht128_quant_fp8(q: Tensor) -> tuple[Tensor, Tensor]:
         ArgumentError: rank, shape, type, device, stride or alignment does not fit.
     """
     _must(q.ndim == 2, "q", q, "two dimensions, [rows, 128]")
-    out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    scale = torch.empty((q.shape[0], 1), dtype=torch.float32, device=q.device)
+    out = _empty(q, tuple(q.shape), "float8_e4m3fn")
+    scale = _empty(q, (q.shape[0], 1), "float32")
     HadamardQuant.from_tensors(q, out, scale).run()
     return out, scale
 
@@ -91,8 +91,8 @@ def kpool_compress_and_write_cache(
     _must(slot_k.ndim == 3 and slot_k.shape[1] == pool_size, "slot_k", slot_k, f"[pools, {pool_size}, {head_dim}]")
     key = scale = None
     if return_compressed:
-        key = torch.empty((slot_k.shape[0], head_dim), dtype=torch.float8_e4m3fn, device=slot_k.device)
-        scale = torch.empty((slot_k.shape[0],), dtype=torch.float32, device=slot_k.device)
+        key = _empty(slot_k, (slot_k.shape[0], head_dim), "float8_e4m3fn")
+        scale = _empty(slot_k, (slot_k.shape[0],), "float32")
     CompressWrite.from_tensors(
         kv_cache if write_cache else None,
         _rows(slot_k),
@@ -127,7 +127,7 @@ def kpool_seed_tail_cache(
         ArgumentError: as `fwht128_quant_fp8`.
     """
     _head_dim(head_dim)
-    scores = gate_score if gate_score.dtype == torch.bfloat16 else gate_score.to(torch.bfloat16)
+    scores = gate_score if gate_score.dtype == key.dtype else gate_score.to(key.dtype)
     count = tslot.shape[0]
     SeedTail.from_tensors(
         tail_kv_cache, _rows(key, 4)[:count], _rows(scores, 4)[:count], tslot.contiguous(), kpool
@@ -203,7 +203,7 @@ def expand_pools_to_tokens(
     """
     groups = history_group_budget_for_topk(topk, pool_size)
     _must(group_ids.ndim == 2 and group_ids.shape[1] == groups, "group_ids", group_ids, f"[rows, {groups}]")
-    out = torch.empty((group_ids.shape[0], topk), dtype=torch.int32, device=group_ids.device)
+    out = _empty(group_ids, (group_ids.shape[0], topk), "int32")
     ExpandTail.from_tensors(
         out, group_ids, pool_size, valid=group_valid, page_table=page_table, offsets=topk_offsets
     ).run()
@@ -233,7 +233,7 @@ def append_tail_to_topk(
         return topk_result
     _must(topk_result.ndim == 2, "topk_result", topk_result, "two dimensions, [rows, columns]")
     rows, columns = topk_result.shape
-    out = torch.empty((rows, columns + pool_size - 1), dtype=torch.int32, device=topk_result.device)
+    out = _empty(topk_result, (rows, columns + pool_size - 1), "int32")
     ExpandTail.from_tensors(
         out,
         topk_result,
@@ -267,7 +267,7 @@ def expand_pools_and_append_tail(
     """
     _must(pool_ids.ndim == 2, "pool_ids", pool_ids, "two dimensions, [rows, groups]")
     columns = pool_ids.shape[1] * pool_size + pool_size - 1
-    out = torch.empty((pool_ids.shape[0], columns), dtype=torch.int32, device=pool_ids.device)
+    out = _empty(pool_ids, (pool_ids.shape[0], columns), "int32")
     ExpandTail.from_tensors(
         out, pool_ids, pool_size, seq_lens=seq_lens, page_table=page_table, offsets=topk_offsets
     ).run()
@@ -308,13 +308,19 @@ def kpool_select(
     rows = q_fp8.shape[0]
     needed = PoolSelectRunner.workspace_size(rows, max_seq_len, next_n).size
     if workspace is None and needed:
-        workspace = torch.empty(needed, dtype=torch.uint8, device=q_fp8.device)
-    pool_ids = torch.empty((rows, TOP), dtype=torch.int32, device=q_fp8.device)
-    tokens = torch.empty((rows, WIDTH), dtype=torch.int32, device=q_fp8.device)
+        workspace = _empty(q_fp8, (needed,), "uint8")
+    pool_ids = _empty(q_fp8, (rows, TOP), "int32")
+    tokens = _empty(q_fp8, (rows, WIDTH), "int32")
     given = (q_fp8, weights, kv_cache, block_table, seq_lens, pool_ids, workspace)
     more = {"row_requests": row_requests, "tokens": tokens}
     PoolSelectRunner.run(PoolSelectParams.from_tensors(*given, max_seq_len=max_seq_len, next_n=next_n, **more))
     return pool_ids, tokens
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
 
 
 def _rows(tensor: Tensor, step: int = 8) -> Tensor:
@@ -322,7 +328,7 @@ def _rows(tensor: Tensor, step: int = 8) -> Tensor:
     aligned = tensor.data_ptr() % (2 * step) == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
     if tensor.ndim and tensor.stride(-1) == 1 and aligned:
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
 
 
 def _head_dim(head_dim: int) -> None:

@@ -27,7 +27,7 @@ def hadamard(x: Tensor) -> Tensor:
     """Hadamard-128 / sqrt(128) along the last dimension, FP32, pairs at distance 1, 2, 4, ... 64 in turn."""
     y, step = x.float(), 1
     while step < INDEX_HEAD_DIM:
-        pairs = y.view(*y.shape[:-1], -1, 2, step)
+        pairs = y.view(*y.shape[:-1], INDEX_HEAD_DIM // (2 * step), 2, step)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack((low + high, low - high), -2).view(x.shape)
         step *= 2
@@ -184,7 +184,8 @@ def append_tail(
 
 
 def expand_and_append_tail(pool_ids: Tensor, seq_lens: Tensor, pool_size: int) -> Tensor:
-    """int32 [rows, groups * pool_size + pool_size - 1]; a pool below 0 is not valid."""
+    """int32 [rows, groups * pool_size + pool_size - 1]; a pool below 0 is not valid, a length below 0 is 0."""
+    seq_lens = seq_lens.clamp(min=0)
     return append_tail(expand(pool_ids, pool_ids >= 0, pool_size), seq_lens, seq_lens // pool_size, pool_size)
 
 

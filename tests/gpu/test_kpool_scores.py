@@ -1,4 +1,4 @@
-"""Scores and selection of pools: against FP64 over the cache's own bytes, prefill against decode, every kind of page."""
+"""Scores and selection of pools: against FP64 over the cache's own bytes, and prefill against decode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Scoring:
 def scoring(
     lengths: list[list[int]], page_size: int = 64, pad: int = 0, seed: int = 0, broken: bool = False
 ) -> Scoring:
-    """Requests whose rows see so many tokens; every byte of the cache that no row sees is 0xFF, NaN in key and scale."""
+    """Requests whose rows see so many tokens; what no row sees of the cache is 0xFF, NaN in keys and scales."""
     generator = seeded(seed)
     flat = [length for request in lengths for length in request]
     owner = [b for b, request in enumerate(lengths) for _ in request]
@@ -69,9 +69,8 @@ def scoring(
         place = torch.arange(count, device=DEVICE)
         slots = table[b].long()[place // page_size] * page_size + place % page_size
         key, scale = reference.quantise(normal(generator, torch.float32, count, 128))
-        reference.write_cache(
-            cache.tensor, slots, key, scale * torch.exp2(torch.randint(-3, 4, (count,), device=DEVICE))
-        )
+        factor = torch.exp2(torch.randint(-3, 4, (count,), generator=generator, device=DEVICE).float())
+        reference.write_cache(cache.tensor, slots, key, scale * factor)
     if broken:
         table[0, 1], table[-1, 0] = total, -(2**31)
     q, _ = host.fwht128_quant_fp8(tokens(seed, len(flat) * KPOOL_HEADS, 128))
@@ -129,14 +128,15 @@ def test_prefill_scores_of_one_request_need_no_list():
     assert torch.equal(bits(case.scores(row_requests=None)), bits(case.scores()))
 
 
-def test_an_unknown_request_sees_nothing():
+def test_an_unknown_requests_pools_count_as_zeros():
     case = scoring([[500] * 20, [300] * 3])
     whole = case.scores()
     case.row_requests[3:6], case.row_requests[10] = -1, 2
     found = case.scores()
     lost = torch.zeros(23, dtype=torch.bool, device=DEVICE)
     lost[3:6], lost[10] = True, True
-    assert (bits(found[lost]) == 0xFF).all()
+    assert not found[lost][~whole[lost].isnan()].any()
+    assert (bits(found[lost][whole[lost].isnan()]) == 0xFF).all()
     assert torch.equal(bits(found[~lost]), bits(whole[~lost]))
 
 
@@ -154,13 +154,13 @@ def test_decode_scores_are_prefill_scores(next_n):
 @pytest.mark.parametrize("next_n", [0, 1, 3])
 def test_selection(next_n, scratch):
     """Of our own logits exactly, whatever the chunks; tokens in their fixed columns."""
-    if next_n:
-        requests = [[length + j for j in range(next_n)] for length in (2045, 2049, 9001, 0, 5, 8192)]
-    else:
-        requests = RAGGED
+    lengths = (2045, 2049, 9001, 0, 5, 8192)
+    requests = [[length + j for j in range(next_n)] for length in lengths] if next_n else RAGGED
     case = scoring(requests, seed=3)
     equal = case.row_requests == 0
-    case.q[equal] = case.q[equal][:1]  # rows alike, and many equal keys: ties
+    queries = case.q.view(torch.uint8)
+    queries[equal] = queries[equal][:1]  # rows alike
+    case.weights[equal] = -1  # their logits are at most 0, mostly ties between negative and negative zero
     given = {"next_n": next_n} if next_n else {"row_requests": case.row_requests}
     logits = case.scores(**({"row_requests": None, **given} if next_n else {}))
     longest = int(case.seq_lens.max())

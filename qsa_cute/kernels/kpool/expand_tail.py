@@ -3,9 +3,9 @@
     out[r, c]        = id[r, c // pool] * pool + c % pool     c < topk; -1 where the pool is not valid
     out[r, topk + i] = closed[r] * pool + i                   i < seq_lens[r] - closed[r] * pool, i < tail; else -1
 
-closed[r] is pool_lens[r], or seq_lens[r] // pool where there are none. With a page table a token becomes
-page_table[r, token], the token clamped to its columns; with offsets it becomes token + offsets[r]. copy = 1: the first
-topk columns are `ids` as they are.
+closed[r] is pool_lens[r], or seq_lens[r] // pool where there are none; a length below 0 is 0. With a page table a token
+becomes page_table[r, token], the token clamped to its columns; with offsets it becomes token + offsets[r]. With copy the
+first topk columns are `ids` as they are.
 
 Grid: (num_rows). Four columns a thread, at 16-byte aligned addresses whatever the rows' alignment; a row's ends are
 stored one by one. Nothing baked; index tensors are int32 or int64 each (`*_words` 1 or 2).
@@ -150,6 +150,7 @@ class ExpandTail:
                 self.fast(ids, lengths, out, first, shift, topk, columns, id_words, seq_words)
         else:
             length = po.load_index(Int32(lengths != 0), lengths, seq_words)
+            length = cutlass.max(length, Int32(0))
             closed = length // pool_size
             counts = pool_lens_ptr.toint()
             if counts != 0:
@@ -210,6 +211,7 @@ class ExpandTail:
             first = ops.load_global_i32_if(Int32(Int32(pool >= 0) & Int32(pool < last)), at, Int32(-1))
             second = ops.load_global_i32_if(Int32(pool + 1 < last), at + Int64(id_words * 4), Int32(-1))
             loaded.append((pool, first, second))
+        length = cutlass.max(length, Int32(0))
         open_start = length // FAST_POOL * FAST_POOL
         for k in cutlass.range_constexpr(QUADS):
             pool, first, second = loaded[k]

@@ -4,7 +4,7 @@
 
 for the pools g < min(seq_lens[r] // 4, num_pools) that row r sees; what it does not see is not written. Pool g of
 request b lies on page block_table[b, g // page_size] of the cache (`compress_write`'s layout); a page outside the cache
-reads nothing and counts as zeros.
+reads nothing and counts as zeros, and so do all pages of a request that is none.
 
 Grid: (row tiles, column splits). A row tile is `tile_rows` consecutive rows, at most `rows` a consumer warpgroup, whose
 rows x 32 queries stay in shared memory as B of m64nNk32; 64-pool tiles of keys are A and stream through a ring, their
@@ -189,7 +189,6 @@ class Scores:
                 row0,
                 count,
                 index if by_tile != 0 else Int32(0),
-                num_requests,
                 num_pools,
                 lane,
             )
@@ -217,6 +216,7 @@ class Scores:
                     page_size,
                     num_pages,
                     max_pages,
+                    num_requests,
                     full,
                     empty,
                     lane,
@@ -248,7 +248,6 @@ class Scores:
         row0: Int32,
         count: Int32,
         request: Int32,
-        num_requests: Int32,
         num_pools: Int32,
         lane: Int32,
     ):
@@ -258,8 +257,6 @@ class Scores:
         request = ops.load_global_i32_if(listed, row_requests + Int64(row0 + lane) * 4, request)
         length = ops.load_global_i32_if(live, seq_lens + Int64(lane) * 4, Int32(0))
         visible = cutlass.min(cutlass.max(length, Int32(0)) // BLOCK_TOKENS, num_pools)
-        if request < 0 or request >= num_requests:
-            visible = Int32(0)
         before = cute.arch.shuffle_sync_up(request, offset=1)
         first = lane == 0 or before != request
         mask = cute.arch.vote_ballot_sync(first and lane < count)
@@ -295,6 +292,7 @@ class Scores:
         page_size: Int32,
         num_pages: Int32,
         max_pages: Int32,
+        num_requests: Int32,
         full: cute.Pointer,
         empty: cute.Pointer,
         lane: Int32,
@@ -307,6 +305,7 @@ class Scores:
         for _ in cutlass.range(cute.arch.popc(work[0]), unroll=1):
             _, _, request, seen, steps, remaining = self.segment(work, remaining, lane)
             pages = table + Int64(request) * table_bytes
+            mapped = max_pages if request >= 0 and request < num_requests else Int32(0)
             for i in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase)
                 self.copy_keys(
@@ -319,7 +318,7 @@ class Scores:
                     page_stride,
                     page_size,
                     num_pages,
-                    max_pages,
+                    mapped,
                     lane,
                 )
                 cute.arch.cp_async_commit_group()
@@ -447,12 +446,12 @@ class Scores:
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+        left = self.total_steps(work, lane)
         if cutlass.const_expr(self.groups == 2):
-            if group == 1:
+            if group == 1 and left > 0:
                 self.pass_turn(Int32(0))
         slot, phase = Int32(0), Int32(0)
         remaining = work[0]
-        left = self.total_steps(work, lane)
         pool = (tid % 128 // 32) * 16 + (lane // 4) * 2
         for _ in cutlass.range(cute.arch.popc(work[0]), unroll=1):
             first, last, _, _, steps, remaining = self.segment(work, remaining, lane)
