@@ -379,7 +379,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             _kpool("kpool_decode", "decode_update:DecodeUpdate", *_POOLS),
             _kpool("kpool_seed_tail", "seed_tail:SeedTail", sms=SMS),
             _kpool("kpool_expand", "expand_tail:ExpandTail", sms=SMS),
-            Kernel("kpool_scores", "qsa_cute.kernels.kpool.scores:Scores", _KPOOL_SCORES, tensor_core="QGMMA"),
+            Kernel("kpool_scores", "qsa_cute.kernels.kpool.scores:Scores", _KPOOL_SCORES, tensor_core="HGMMA"),
         )
     }
 )

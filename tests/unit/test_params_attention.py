@@ -255,7 +255,7 @@ class TestFromTensors:
             ({"v": FakeTensor(2, 8, 2, 256)}, r"v has shape .*kv_rows is 9 by k, here 8"),
             ({"o": FakeTensor(2, 5, 24, 256)}, "q_heads is 12 by q, here 24"),
             ({"o": FakeTensor(2, 5, 12, 256, stride=(15360, 3072, 1, 12))}, "its inner dimension takes stride 1"),
-            ({"indices": FakeTensor(2, 5, 7, dtype="torch.int64")}, "indices has type torch.int64; it takes i32"),
+            ({"indices": FakeTensor(2, 5, 7, dtype="torch.int64")}, "indices has type i64; it takes i32"),
             ({"indices": ints(2, 5, 7, stride=(70, 14, 2))}, "inner dimension takes stride 1"),
             ({"context_lengths": ints(2, stride=(2,))}, "inner dimension takes stride 1"),
             ({"lse": floats(2, 12, 5)}, "lse has shape"),

@@ -4,8 +4,8 @@
     out[r, topk + i] = closed[r] * pool + i                   i < seq_lens[r] - closed[r] * pool, i < tail; else -1
 
 closed[r] is pool_lens[r], or seq_lens[r] // pool where there are none; a length below 0 is 0. With a page table a token
-becomes page_table[r, token], the token clamped to its columns; with offsets it becomes token + offsets[r]. With copy the
-first topk columns are `ids` as they are.
+becomes page_table[r, token], the token clamped to its columns; with offsets, token + offsets[r]. With copy the first
+topk columns are `ids` as they are.
 
 Grid: (num_rows). Four columns a thread, at 16-byte aligned addresses whatever the rows' alignment; a row's ends are
 stored one by one. Nothing baked; index tensors are int32 or int64 each (`*_words` 1 or 2).

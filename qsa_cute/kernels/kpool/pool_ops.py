@@ -184,7 +184,7 @@ def power_scale(most: Float32):
     """(2^ceil(log2(most / 448)), its inverse), exactly, from the bits: 448 is 1.75 x 2^8, so a mantissa above 1.75
     carries into the exponent. Infinity has scale infinity."""
     exponent = (as_int(most) + Int32(0x7FFFFF - 0x600000)) >> 23
-    finite = exponent < 255
+    finite = as_int(most) < Int32(0x7F800000)
     scale = ((exponent - 8) << 23) if finite else Int32(0x7F800000)
     inverse = ((262 - exponent) << 23) if finite else Int32(0)
     return as_float(scale), as_float(inverse)
