@@ -1,7 +1,7 @@
 """vLLM's sparse attention: its cache, its lists and its function, and ours under the same name.
 
-Decode takes random selections in rotation, so that the L2 is cold; prefill the rows of one sequence, whose selections are
-alike as a model's are.
+Decode takes random selections in rotation, so that the L2 is cold; prefill the rows of one sequence, whose selections
+are alike as a model's are.
 """
 
 from __future__ import annotations

@@ -146,16 +146,21 @@ _CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
 
 # The paged kernels: one cache type each, and more tiles in flight where they are half as large.
 _FP8_SMS = tuple(sm for sm in SMS if sm not in ("sm_80", "sm_86", "sm_87"))
-_FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": geometry.HOST_MAX_SPLITS}
+_PAGED_SPLITS = 32  # as many blocks as share a row where there are no clusters
+_FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": _PAGED_SPLITS}
 
 
 def _paged() -> tuple[Tuning, ...]:
-    halves = _row_gather(paged=True, max_splits=geometry.HOST_MAX_SPLITS)
-    roomy = tuple(sm for sm in _FP8_SMS if SMEM_OPTIN_KIB[sm] > 99)
+    halves = _row_gather(paged=True, max_splits=_PAGED_SPLITS)
+    roomy, tight = (tuple(sm for sm in _FP8_SMS if (SMEM_OPTIN_KIB[sm] > 99) == room) for room in (True, False))
     return (
         *(Tuning(one.baked, one.sms, one.head_dims, ("bf16",)) for one in halves),
         Tuning(_FP8_STAGES, roomy, dtypes=("fp8_e4m3",)),
-        Tuning({**_FP8_STAGES, "k_stages": 1, "v_stages": 2, "blocks_per_sm": 1}, ("sm_89", "sm_120a", "sm_121a"), dtypes=("fp8_e4m3",)),
+        Tuning(
+            {**_FP8_STAGES, "k_stages": 1, "v_stages": 2, "blocks_per_sm": 1},
+            tight,
+            dtypes=("fp8_e4m3",),
+        ),
     )
 
 

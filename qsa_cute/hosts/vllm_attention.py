@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qsa_cute.errors import ArgumentError
+from qsa_cute.errors import ArgumentError, UnsupportedError
+from qsa_cute.geometry import MAX_TOP_K
 from qsa_cute.runners import checks
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
+from qsa_cute.runners.splits import SM_COUNT, TILE, of_cluster
 from qsa_cute.runners.tensors import current_stream
+from qsa_cute.runners.workspace import Workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LAYOUTS = 4096  # of calls, remembered with their checked parameters
+WARPS = 8  # of a block
 _FIELDS = ("q_ptr", "k_ptr", "v_ptr", "indices", "block_table", "token_to_req", "o_ptr", "gate_ptr")
-_known: dict[tuple[Any, ...], PagedAttentionParams] = {}
-
-TILE = 64  # list entries that a block takes at a time
+_known: dict[tuple[Any, ...], tuple[PagedAttentionParams, Workspace | None]] = {}
 
 
 def qsa_sparse_paged_attention(
@@ -66,15 +68,24 @@ def qsa_sparse_paged_attention(
     except (AttributeError, TypeError):
         known, layout = None, ()
     if known is None:
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
-        params = PagedAttentionParams.from_tensors(*given[:7], gate=_gate(output_gate, q), **scales)
+        params = PagedAttentionParams.from_tensors(
+            *given[:7], gate=_gate(output_gate, q), k_scale=k_scale, v_scale=v_scale
+        )
+        wanted = PagedAttentionRunner.workspace_wanted(params)
+        if wanted:
+            memory = torch.empty(wanted.size, dtype=torch.uint8, device=q.device)
+            params = params.with_workspace(wanted.addresses(memory.data_ptr()))
         if layout and params.rows:
             if len(_known) >= MAX_LAYOUTS:
                 _known.clear()
-            _known[layout] = params
+            _known[layout] = params, wanted
     else:
+        params, wanted = known
         addresses = {name: one.data_ptr() for name, one in zip(_FIELDS, given, strict=True)}
-        params = known.moved(current_stream(known.device, q), **addresses)
+        if wanted:
+            memory = torch.empty(wanted.size, dtype=torch.uint8, device=q.device)
+            addresses |= wanted.addresses(memory.data_ptr())
+        params = params.moved(current_stream(params.device, q), **addresses)
     PagedAttentionRunner.run(params)
     return out
 
@@ -101,13 +112,31 @@ def warmup_qsa_sparse_paged_attention(
         kv_cache: [pages, kv_heads, page_size, 2 * head_dim], K and V of a token side by side; bf16, fp8 e4m3, or uint8,
             which stands for fp8 e4m3.
 
-    Returns: (entries of a tile, blocks that share a list, warps) of each configuration, sorted.
+        block_table: of vLLM's signature; any.
+        selection_width: entries of a list, without the count.
+
+    Returns: (entries of a tile, blocks that share a list, warps) of each configuration on SM90, sorted.
 
     Raises:
-        ArgumentError, UnsupportedError, ArtifactError, CaptureError, DriverError: see `errors`.
+        UnsupportedError: no kernel covers these heads, this head dim, page size or type here.
+        ArgumentError, ArtifactError, CaptureError, DriverError: see `errors`.
     """
+    import torch
+
+    if kv_cache.ndim != 4:
+        raise ArgumentError(
+            f"kv_cache has shape {list(kv_cache.shape)}; it takes [pages, kv_heads, page_size, 2 * head_dim]"
+        )
+    _, kv_heads, page_size, both = kv_cache.shape
+    width = checks.integer("selection_width", selection_width, 1, MAX_TOP_K)
     kind = checks.dtype_name(kv_cache.dtype)
-    PagedAttentionRunner.preflight(
-        "fp8_e4m3" if kind == "u8" else kind, device=kv_cache.device.index, head_dim=kv_cache.shape[-1] // 2
+    kind = "fp8_e4m3" if kind == "u8" else kind
+    major, minor = torch.cuda.get_device_capability(kv_cache.device)
+    found = PagedAttentionRunner.can_implement(
+        num_query_heads, kv_heads, both // 2, page_size, 10 * major + minor, kind
     )
-    return ((TILE, 1, 8),)
+    if not found:
+        raise UnsupportedError(f"no sparse paged attention for this model here: {found.reason}")
+    PagedAttentionRunner.preflight(kind, device=kv_cache.device.index, head_dim=both // 2)
+    shares = {of_cluster(units, width) for units in range(1, SM_COUNT + 1)}
+    return tuple(sorted((TILE, share, WARPS) for share in shares))

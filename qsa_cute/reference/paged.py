@@ -1,6 +1,7 @@
 """Sparse attention over vLLM's paged cache in plain PyTorch, straight from the contract: the oracle of its tests.
 
-    O[r, h] = cast(v_scale * sum_i w_i V[id_i]) * sigmoid(gate[r, h]),   w = softmax_i(scale * k_scale * Q[r, h] . K[id_i])
+    O[r, h] = cast(v_scale * sum_i w_i V[id_i]) * sigmoid(gate[r, h])
+    w = softmax_i(scale * k_scale * Q[r, h] . K[id_i])
 
 over the first count entries of row r's list whose token is mapped; a duplicate counts twice.
 """

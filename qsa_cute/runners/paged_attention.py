@@ -7,13 +7,14 @@ Two kernels compute the same. "cluster" (SM90) shares each row's list between th
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.runners import checks, dispatch, splits
+from qsa_cute.runners import paged_places as places
 from qsa_cute.runners.tensors import Binder, TensorView, current_stream
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader, Wanted, default_loader
@@ -24,32 +25,12 @@ CLUSTER = "cluster"
 ALGORITHMS = (CLUSTER, ROWS)
 CACHE_DTYPES = ("bf16", "fp8_e4m3")
 PAGE_STEP = 16  # tokens of a page are a multiple
-MAX_SPLITS = geometry.HOST_MAX_SPLITS
+MAX_SPLITS = 32  # of "rows", the split stride of its workspace: a constant of the built kernel
 
 _KERNELS: dict[str, tuple[str, dispatch.Baked]] = {
     ROWS: ("paged_attention", (("max_splits", MAX_SPLITS),)),
     CLUSTER: ("paged_attention_cluster", ()),
 }
-_MAX_UNIT = 1 << 30  # bytes, an int32
-_TOKEN_BITS = 31  # tokens are non-negative int32
-
-
-class Divisor(NamedTuple):
-    """n // d = (n * magic >> 32) >> shift, exact for 0 <= n < 2^31; `magic` as a signed word."""
-
-    magic: int
-    shift: int
-
-
-def divisor(number: int) -> Divisor:
-    """Of a number from 2 to 2^31 - 1.
-
-    With 2^s >= d > 2^(s-1) and m = ceil(2^(31+s) / d), m d exceeds 2^(31+s) by less than 2^s: n m / 2^(31+s) exceeds
-    n / d by less than n / (2^31 d) < 1 / d, which never reaches the next integer. m has 32 bits.
-    """
-    bits = (number - 1).bit_length()
-    magic = -(-(1 << (_TOKEN_BITS + bits)) // number)
-    return Divisor(magic - (1 << 32) if magic >= 1 << 31 else magic, bits - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +38,10 @@ class PagedAttentionParams:
     """One launch of sparse attention over a paged cache, checked when it is made.
 
     Q, O and the gate are bf16 [rows, num_q_heads, head_dim]; K and V [num_pages, page_size, num_kv_heads, head_dim],
-    each with strides of its own, bf16 or fp8 e4m3; unit inner stride, rows of K and V 16-byte aligned. `indices` is int32
-    [rows, width + 1], counted lists: the last column is the number of entries, those past it are never looked at.
-    `block_table` is int32 [num_requests, table_width], `token_to_req` int32 [rows]. Strides, in elements, are contiguous
-    where None.
+    each with strides of its own, bf16 or fp8 e4m3; unit inner stride, rows of K and V 16-byte aligned. `indices` is
+    int32 [rows, width + 1], counted lists: the last column is the number of entries, those past it are never looked at.
+    `block_table` is int32 [num_requests, table_width], `token_to_req` int32 [rows]. Strides, in elements, are
+    contiguous where None.
 
     A token counts where it is >= 0, its page lies in the table and its physical page in [0, num_pages). A row whose
     request is outside [0, num_requests) is zeros. An output of exactly zero stays zero whatever its gate.
@@ -75,7 +56,7 @@ class PagedAttentionParams:
         k_scale_ptr, v_scale_ptr: FP32 factors on the device, 0 for none.
         partial_o, partial_stats, split_counters: workspace of "rows" with several splits, see `workspace_size`.
         algorithm: "cluster", "rows" or None, which lets the runner choose.
-        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 8.
+        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 32.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         grid and what stands after it: what follows from the rest.
@@ -167,7 +148,7 @@ class PagedAttentionParams:
         page_size = checks.integer("page_size", self.page_size, PAGE_STEP)
         if page_size % PAGE_STEP:
             raise ArgumentError(f"page_size is {page_size}; it takes a multiple of {PAGE_STEP} tokens")
-        magic, shift = divisor(page_size)
+        magic, shift = places.divisor(page_size)
         return {
             "rows": rows,
             "num_q_heads": q_heads,
@@ -239,7 +220,7 @@ class PagedAttentionParams:
                 key = f"{plane}_stride_{name}"
                 found[key] = checks.stride(key, getattr(self, key), contiguous, checks.ALIGNMENT // item)
             found[f"{plane}_head_bytes"] = found[f"{plane}_stride_head"] * item
-        found |= _units(found, sizes, item)
+        found |= places.units(found, sizes["num_pages"], sizes["page_size"], item)
         columns = sizes["width"] + 1
         found["indices_stride_row"] = checks.stride("indices_stride_row", self.indices_stride_row, columns, step=1)
         found["table_stride"] = checks.stride("table_stride", self.table_stride, sizes["table_width"], step=1)
@@ -277,6 +258,11 @@ class PagedAttentionParams:
         checks.disjoint(outputs, inputs)
         sizes = {one.name: one.end - one.begin for one in (*outputs, *inputs)}
         object.__setattr__(self, "_bytes", {field: sizes[name] for field, name in _TENSORS.items()})
+
+    def with_workspace(self, addresses: Mapping[str, int]) -> PagedAttentionParams:
+        """These parameters for "rows" with the parts of a workspace at these addresses, by name."""
+        parts = {name: addresses[name] for name in ("partial_o", "partial_stats", "split_counters")}
+        return dataclasses.replace(self, algorithm=ROWS, num_splits=0, **parts)  # type: ignore[arg-type]
 
     def moved(self, stream: int, **addresses: int) -> PagedAttentionParams:
         """The same launch on other tensors of the same layout; a fraction of what making it anew costs.
@@ -359,11 +345,15 @@ class PagedAttentionParams:
         gate_ = None if gate is None else binder.take("gate", gate, "rows q_heads head_dim", "bf16")
         size = binder.size
         if size("columns") < 2:
-            raise ArgumentError(f"indices has shape {list(ids.shape)}; it takes a list and its count, 2 columns or more")
-        scales = _scales(binder, kind, k_scale, v_scale)
+            raise ArgumentError(
+                f"indices has shape {list(ids.shape)}; it takes a list and its count, 2 columns or more"
+            )
+        scales = places.scales(binder, kind, k_scale, v_scale)
         slots = f"{size('rows') * size('kv_heads') * MAX_SPLITS}"
         units = f"{size('rows') * size('kv_heads')}"
-        scale = size("head_dim") ** -0.5 if attention_scale is None else checks.scalar("attention_scale", attention_scale)
+        scale = (
+            size("head_dim") ** -0.5 if attention_scale is None else checks.scalar("attention_scale", attention_scale)
+        )
         return cls(
             q_ptr=q_.pointer,
             k_ptr=k.pointer,
@@ -417,6 +407,7 @@ _TENSORS = {
     "o_ptr": "o",
 }
 _ALIGNMENTS = {name: checks.ALIGNMENT if name.endswith("_ptr") else 4 for name in _TENSORS}
+_ALIGNMENTS |= {"partial_o": checks.ALIGNMENT, "partial_stats": 4, "split_counters": 4}
 _KEPT = tuple(
     one.name for one in dataclasses.fields(PagedAttentionParams) if one.name not in ("packed", "stream", "_as_rows")
 )
@@ -428,52 +419,6 @@ def _row_strides(name: str, found: TensorView) -> dict[str, Any]:
 
 def _cache_strides(name: str, found: TensorView) -> dict[str, Any]:
     return {f"{name}_stride_{dim}": step for dim, step in zip(("page", "token", "head"), found.strides, strict=False)}
-
-
-def _units(strides: dict[str, int], sizes: dict[str, Any], item: int) -> dict[str, int]:
-    """Places in the caches in the largest unit that divides them all, so that 31 bits reach far."""
-    names = [(plane, dim) for plane in "kv" for dim in ("page", "token")]
-    steps = {f"{plane}_{dim}_units": strides[f"{plane}_stride_{dim}"] * item for plane, dim in names}
-    unit = math.gcd(*steps.values()) or checks.ALIGNMENT
-    if unit > _MAX_UNIT:
-        unit = math.gcd(unit, _MAX_UNIT)
-    units = {name: step // unit for name, step in steps.items()}
-    for plane in "kv":
-        last = (sizes["num_pages"] - 1) * units[f"{plane}_page_units"]
-        last += (sizes["page_size"] - 1) * units[f"{plane}_token_units"]
-        if last > checks.INT32_MAX:
-            raise ArgumentError(
-                f"{plane}_cache reaches {last * unit} bytes far in steps of {unit}; the kernels number 2^31 places: "
-                f"align the strides to larger powers of two, or split the cache"
-            )
-        for dim in ("page", "token"):  # a stride that is never taken need not fit
-            name = f"{plane}_{dim}_units"
-            units[name] = min(units[name], checks.INT32_MAX)
-    return units | {"unit": unit}
-
-
-class _Scale(NamedTuple):
-    number: float
-    pointer: int
-
-
-def _scales(binder: Binder, kind: str, k_scale: Any, v_scale: Any) -> tuple[_Scale, _Scale]:
-    given = {"k_scale": k_scale, "v_scale": v_scale}
-    if kind == "bf16":
-        return _Scale(1.0, 0), _Scale(1.0, 0)
-    for name, value in given.items():
-        if value is None:
-            raise ArgumentError(f"{name} is None; an fp8 cache takes both k_scale and v_scale")
-    first, second = (_scale(binder, name, value) for name, value in given.items())
-    return first, second
-
-
-def _scale(binder: Binder, name: str, value: Any) -> _Scale:
-    """A number, or the address of one on the device: never read here."""
-    if getattr(getattr(value, "device", None), "type", "cpu") == "cpu":
-        return _Scale(checks.scalar(name, value), 0)
-    dims = "" if not len(value.shape) else "1"
-    return _Scale(1.0, binder.take(name, value, dims, "f32").pointer)
 
 
 class PagedAttentionRunner:
@@ -523,6 +468,16 @@ class PagedAttentionRunner:
             ("partial_stats", "f32", (units * MAX_SPLITS, 2, geometry.PARTIAL_ROWS)),
             ("split_counters", "i32", (units,)),
         )
+
+    @staticmethod
+    def workspace_wanted(params: PagedAttentionParams) -> Workspace | None:
+        """Memory with which `run` would do these rows faster on their device; None on SM90 and where rows are many."""
+        units = params.rows * params.num_kv_heads
+        if not units or params.algorithm is not None or _has_clusters(default_loader(), params.device):
+            return None
+        if splits.of_workspace(units, params.width, MAX_SPLITS) == 1:
+            return None
+        return PagedAttentionRunner.workspace_size(params.rows, params.num_kv_heads, params.head_dim)
 
     @staticmethod
     def preflight(

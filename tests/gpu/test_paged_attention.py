@@ -20,7 +20,7 @@ from qsa_cute.runtime import Loader
 ATOL = 2e-2
 SPLITS = [
     *(("cluster", n) for n in (1, 2, 3, 7, 11, 16)),
-    *(("rows", n) for n in (1, 2, 8)),
+    *(("rows", n) for n in (1, 2, 8, 32)),
 ]
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 
@@ -264,9 +264,7 @@ def test_the_warm_up_loads_what_will_run(monkeypatch) -> None:
     monkeypatch.setattr("qsa_cute.runners.paged_attention.default_loader", lambda: fresh)
     case = paged(rows=3)
     storage = torch.zeros(4, 2, 784, 512, dtype=torch.bfloat16, device="cuda")
-    warmed = host.warmup_qsa_sparse_paged_attention(
-        storage, case.block_table, num_query_heads=24, selection_width=2051
-    )
+    warmed = host.warmup_qsa_sparse_paged_attention(storage, case.block_table, num_query_heads=24, selection_width=2051)
     assert warmed
     assert all(len(one) == 3 for one in warmed)
     graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(case.q)

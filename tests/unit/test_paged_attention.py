@@ -1,4 +1,4 @@
-"""The paged attention's parameters, choices and errors, its host functions' signatures, and its reference on the CPU."""
+"""The paged attention's parameters, choices and errors, its host's signatures, and its reference on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from qsa_cute.hosts import vllm_attention as host
 from qsa_cute.kernels.attention import paged_attention, paged_attention_cluster
 from qsa_cute.reference.paged import sparse_paged_attention
 from qsa_cute.runners import paged_attention as runner
-from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner, divisor
+from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
+from qsa_cute.runners.paged_places import divisor
 
 PARAMS = {
     "q_ptr": 64 * MiB,
@@ -131,7 +132,22 @@ class TestDerived:
         twin = params(rows=1).as_rows()
         assert (twin.algorithm, twin.num_splits) == ("rows", 1)
         space = {"partial_o": 4096 * MiB, "partial_stats": 5000 * MiB, "split_counters": 5100 * MiB}
-        assert params(rows=1, **space).as_rows().num_splits > 1
+        assert params(rows=1, **space).as_rows().num_splits == 17
+        assert params(rows=1).with_workspace(space) == params(rows=1, algorithm="rows", **space)
+
+    def test_moved(self) -> None:
+        first = params()
+        twin = first.moved(7, q_ptr=65 * MiB, o_ptr=257 * MiB)
+        assert twin == params(q_ptr=65 * MiB, o_ptr=257 * MiB, stream=7)
+        assert first == params()
+        for changes, says in (
+            ({"q_ptr": 8}, "q_ptr is 0x8; it takes an address that is a multiple of 16"),
+            ({"token_to_req": 0}, "token_to_req is null"),
+            ({"o_ptr": 64 * MiB + 4096}, "o at .* overlaps q"),
+            ({"k_ptr": 255 * MiB}, "o at .* overlaps k_cache"),
+        ):
+            with pytest.raises(ArgumentError, match=says):
+                first.moved(0, **changes)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +184,7 @@ class TestDerived:
         ({"algorithm": "union"}, "algorithm is 'union'; it takes 'cluster'"),
         ({"num_splits": 2}, "num_splits is 2 without an algorithm"),
         ({"algorithm": "cluster", "num_splits": 17}, "num_splits is 17; it takes an integer from 0 to 16"),
-        ({"algorithm": "rows", "num_splits": 9}, "num_splits is 9; it takes an integer from 0 to 8"),
+        ({"algorithm": "rows", "num_splits": 33}, "num_splits is 33; it takes an integer from 0 to 32"),
         ({"algorithm": "rows", "num_splits": 2}, "partial_o is null"),
         ({"o_ptr": 64 * MiB}, "o at .* overlaps q at"),
         ({"o_ptr": 128 * MiB}, "o at .* overlaps gate"),
@@ -278,6 +294,15 @@ class TestChoice:
             algorithm, found = runner._pick(None, params(rows=rows, o_ptr=2**50))
             assert algorithm == "rows" or capability == (9, 0)
             assert algorithm != "rows" or found.num_splits == 1
+
+    def test_a_workspace_is_wanted_for_few_rows_without_clusters(self, monkeypatch) -> None:
+        for capability, rows, wants in (((9, 0), 1, False), ((8, 0), 1, True), ((8, 0), 66, False), ((12, 0), 4, True)):
+            monkeypatch.setattr(runner.dispatch, "capability", lambda *_, found=capability: found)
+            monkeypatch.setattr(runner, "default_loader", lambda: None)
+            found = PagedAttentionRunner.workspace_wanted(params(rows=rows))
+            assert (found is not None) == wants
+            if found:
+                assert found == PagedAttentionRunner.workspace_size(rows, 2, 256)
 
     def test_a_cluster_needs_sm90(self, monkeypatch) -> None:
         monkeypatch.setattr(runner.dispatch, "capability", lambda *_: (10, 0))

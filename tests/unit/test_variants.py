@@ -48,7 +48,7 @@ def test_every_part_changes_the_name(variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", EVERY, ids=lambda variant: variant.name)
 def test_names_are_symbols_that_people_can_grep(variant: Variant) -> None:
-    assert re.fullmatch(rf"qsa_{variant.kernel}_d\d+_(bf16|fp16)(_[a-z]+\d+)*_sm\d+a?", variant.name)
+    assert re.fullmatch(rf"qsa_{variant.kernel}_d\d+_(bf16|fp16|fp8_e4m3)(_[a-z]+\d+)*_sm\d+a?", variant.name)
 
 
 def test_a_baked_constant_without_a_tag_is_refused() -> None:

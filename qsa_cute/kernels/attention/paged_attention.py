@@ -21,10 +21,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.paged_rows import (
+    PageDivisor,
     PagedOutput,
     PagedRows,
     PagedTokens,
-    PageDivisor,
     PageStrides,
 )
 from qsa_cute.kernels.attention.row_gather import Share

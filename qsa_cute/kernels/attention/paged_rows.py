@@ -4,9 +4,9 @@ K and V are separately strided caches [blocks, page, KV heads, D]; a page holds 
 of 16. Row r's lists are of request `token_to_req[r]`, whose pages are a row of the block table. A counted list is int32
 [width + 1]; its last column is the number of entries, those past it are stale and stand for nothing.
 
-An entry is resolved once: the token's page by one multiplication (a divisor that the host turned into a multiplier and a
-shift), the physical page from the table, and then its place in K and in V in units of `unit` bytes, the greatest common
-divisor of the strides: 31 bits reach over caches of any size.
+An entry is resolved once: the token's page by one multiplication (a divisor that the host turned into a multiplier and
+a shift), the physical page from the table, and then its place in K and in V in units of `unit` bytes, the greatest
+common divisor of the strides: 31 bits reach over caches of any size.
 
 The output is rounded to bf16, multiplied by sigmoid(gate) in FP32 and rounded again; without a gate it is rounded once.
 """
