@@ -1,4 +1,4 @@
-"""What the paged kernels take in place of pages, strides and scales: numbers that spare them divisions and reach far."""
+"""What the paged kernels take in place of pages, strides and scales: numbers that spare divisions and reach far."""
 
 from __future__ import annotations
 
