@@ -329,6 +329,10 @@ class TestHost:
         with pytest.raises(ArgumentError, match="output_gate has shape"):
             host._gate(gate, torch.zeros(4, 24, 256))
 
+    def test_the_gate_is_required(self) -> None:
+        with pytest.raises(ArgumentError, match="output_gate is None; it takes a CUDA tensor"):
+            host._gate(None, torch.zeros(4, 24, 256))
+
 
 # The reference against one entry at a time in FP64.
 
