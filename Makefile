@@ -40,7 +40,7 @@ gpu-test:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu --evidence $(EVIDENCE)
 
 gpu-sanitize:
-	for tool in memcheck racecheck synccheck initcheck; do for script in sanitize sanitize_indexer sanitize_metrale sanitize_kpool; do \
+	for tool in memcheck racecheck synccheck initcheck; do for script in sanitize sanitize_indexer sanitize_metrale sanitize_kpool sanitize_paged; do \
 	  PYTHONPATH=. compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(GPU_PYTHON) tests/gpu/$$script.py || exit 1; \
 	done; done
 

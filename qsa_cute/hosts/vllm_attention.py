@@ -62,11 +62,14 @@ def qsa_sparse_paged_attention(
     if out is None:
         out = torch.empty_like(q)
     given = (q, k_cache, v_cache, logical_indices, block_table, token_to_req, out, output_gate)
-    try:
-        layout = (k_scale, v_scale, *[(one.shape, one.stride(), one.dtype, one.device) for one in given])
-        known = None if isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor) else _known.get(layout)
-    except (AttributeError, TypeError):
-        known, layout = None, ()
+    layout: tuple[Any, ...] = ()
+    known = None
+    if not isinstance(k_scale, torch.Tensor) and not isinstance(v_scale, torch.Tensor):
+        try:
+            layout = (k_scale, v_scale, *[(one.shape, one.stride(), one.dtype, one.device) for one in given])
+            known = _known.get(layout)
+        except (AttributeError, TypeError):  # no tensors: the checks below say so
+            layout = ()
     if known is None:
         params = PagedAttentionParams.from_tensors(
             *given[:7], gate=_gate(output_gate, q), k_scale=k_scale, v_scale=v_scale
@@ -91,6 +94,8 @@ def qsa_sparse_paged_attention(
 
 
 def _gate(gate: Any, q: Any) -> Any:
+    if not hasattr(gate, "numel"):
+        raise ArgumentError(f"output_gate is {checks.show(gate)}; it takes a CUDA tensor")
     if gate.numel() != q.numel() or not gate.is_contiguous():
         raise ArgumentError(
             f"output_gate has shape {list(gate.shape)} and strides {list(gate.stride())}; it takes a contiguous tensor "

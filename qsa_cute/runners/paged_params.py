@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import checks, splits, union_paged, workspace
+from qsa_cute.runners import paged_places as places
 from qsa_cute.runners.tensors import Binder, TensorView, current_stream
 from qsa_cute.runtime import Loader
 
@@ -21,27 +21,6 @@ ALGORITHMS = (CLUSTER, ROWS, SHARED)
 CACHE_DTYPES = ("bf16", "fp8_e4m3")
 PAGE_STEP = 16  # tokens of a page are a multiple
 MAX_SPLITS = 32  # of "rows", the split stride of its workspace: a constant of the built kernel
-
-_MAX_UNIT = 1 << 30  # bytes, an int32
-_TOKEN_BITS = 31  # tokens are non-negative int32
-
-
-class Divisor(NamedTuple):
-    """n // d = (n * magic >> 32) >> shift, exact for 0 <= n < 2^31; `magic` as a signed word."""
-
-    magic: int
-    shift: int
-
-
-def divisor(number: int) -> Divisor:
-    """Of a number from 2 to 2^31 - 1.
-
-    With 2^s >= d > 2^(s-1) and m = ceil(2^(31+s) / d), m d exceeds 2^(31+s) by less than 2^s: n m / 2^(31+s) exceeds
-    n / d by less than n / (2^31 d) < 1 / d, which never reaches the next integer. m has 32 bits.
-    """
-    bits = (number - 1).bit_length()
-    magic = -(-(1 << (_TOKEN_BITS + bits)) // number)
-    return Divisor(magic - (1 << 32) if magic >= 1 << 31 else magic, bits - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +143,7 @@ class PagedAttentionParams:
         page_size = checks.integer("page_size", self.page_size, PAGE_STEP)
         if page_size % PAGE_STEP:
             raise ArgumentError(f"page_size is {page_size}; it takes a multiple of {PAGE_STEP} tokens")
-        magic, shift = divisor(page_size)
+        magic, shift = places.divisor(page_size)
         return {
             "rows": rows,
             "num_q_heads": q_heads,
@@ -239,7 +218,7 @@ class PagedAttentionParams:
                 key = f"{plane}_stride_{name}"
                 found[key] = checks.stride(key, getattr(self, key), contiguous, checks.ALIGNMENT // item)
             found[f"{plane}_head_bytes"] = found[f"{plane}_stride_head"] * item
-        found |= _units(found, sizes, item)
+        found |= places.units(found, sizes["num_pages"], sizes["page_size"], item)
         columns = sizes["width"] + 1
         found["indices_stride_row"] = checks.stride("indices_stride_row", self.indices_stride_row, columns, step=1)
         found["table_stride"] = checks.stride("table_stride", self.table_stride, sizes["table_width"], step=1)
@@ -383,7 +362,7 @@ class PagedAttentionParams:
             raise ArgumentError(
                 f"indices has shape {list(ids.shape)}; it takes a list and its count, 2 columns or more"
             )
-        scales = _scales(binder, kind, k_scale, v_scale)
+        scales = places.scales(binder, kind, k_scale, v_scale)
         slots = f"{size('rows') * size('kv_heads') * MAX_SPLITS}"
         units = f"{size('rows') * size('kv_heads')}"
         scale = (
@@ -454,49 +433,3 @@ def _row_strides(name: str, found: TensorView) -> dict[str, Any]:
 
 def _cache_strides(name: str, found: TensorView) -> dict[str, Any]:
     return {f"{name}_stride_{dim}": step for dim, step in zip(("page", "token", "head"), found.strides, strict=False)}
-
-
-def _units(strides: dict[str, int], sizes: dict[str, Any], item: int) -> dict[str, int]:
-    """Places in the caches in the largest unit that divides them all, so that 31 bits reach far."""
-    names = [(plane, dim) for plane in "kv" for dim in ("page", "token")]
-    steps = {f"{plane}_{dim}_units": strides[f"{plane}_stride_{dim}"] * item for plane, dim in names}
-    unit = math.gcd(*steps.values()) or checks.ALIGNMENT
-    if unit > _MAX_UNIT:
-        unit = math.gcd(unit, _MAX_UNIT)
-    units = {name: step // unit for name, step in steps.items()}
-    for plane in "kv":
-        last = (sizes["num_pages"] - 1) * units[f"{plane}_page_units"]
-        last += (sizes["page_size"] - 1) * units[f"{plane}_token_units"]
-        if last > checks.INT32_MAX:
-            raise ArgumentError(
-                f"{plane}_cache reaches {last * unit} bytes far in steps of {unit}; the kernels number 2^31 places: "
-                f"align the strides to larger powers of two, or split the cache"
-            )
-        for dim in ("page", "token"):  # a stride that is never taken need not fit
-            name = f"{plane}_{dim}_units"
-            units[name] = min(units[name], checks.INT32_MAX)
-    return units | {"unit": unit}
-
-
-class _Scale(NamedTuple):
-    number: float
-    pointer: int
-
-
-def _scales(binder: Binder, kind: str, k_scale: Any, v_scale: Any) -> tuple[_Scale, _Scale]:
-    given = {"k_scale": k_scale, "v_scale": v_scale}
-    if kind == "bf16":
-        return _Scale(1.0, 0), _Scale(1.0, 0)
-    for name, value in given.items():
-        if value is None:
-            raise ArgumentError(f"{name} is None; an fp8 cache takes both k_scale and v_scale")
-    first, second = (_scale(binder, name, value) for name, value in given.items())
-    return first, second
-
-
-def _scale(binder: Binder, name: str, value: Any) -> _Scale:
-    """A number, or the address of one on the device: never read here."""
-    if getattr(getattr(value, "device", None), "type", "cpu") == "cpu":
-        return _Scale(checks.scalar(name, value), 0)
-    dims = "" if not len(value.shape) else "1"
-    return _Scale(1.0, binder.take(name, value, dims, "f32").pointer)

@@ -214,3 +214,15 @@ def test_plots_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
     assert [path.name for path in plot.draw([row("decode/ctx65536/b1")], tmp_path)] == ["decode.png", "roofline.png"]
     assert len(plot.draw(sample_rows(), tmp_path)) == 4
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
+
+
+def test_a_rank_of_vllms_attention() -> None:
+    half, whole = (parse(f"vllm_attention/tp1/ctx65536/b32{dtype}") for dtype in ("/fp8", ""))
+    assert (half.dtype, half.tp, half.batch, half.rows) == ("fp8", 1, 32, 0)
+    assert half.flops == whole.flops == 32 * 2051 * 4 * 24 * 256
+    assert 2 * half.bytes == whole.bytes == 32 * 2051 * 2 * 2 * 256 * 2
+    assert parse("vllm_attention/tp8/ctx65536/b1").bytes == 2051 * 2 * 256 * 2
+    assert parse("vllm_attention/tp4/ctx65536/rows4096").rows == 4096
+    for wrong in ("vllm_attention/tp3/ctx65536/b1", "vllm_attention/tp1/ctx65536/b1/fp16", "decode/ctx65536/b1/fp8"):
+        with pytest.raises(ArgumentError, match="is none"):
+            parse(wrong)

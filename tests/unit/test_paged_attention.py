@@ -18,7 +18,7 @@ from qsa_cute.kernels.attention import paged_attention, paged_attention_cluster
 from qsa_cute.reference.paged import sparse_paged_attention
 from qsa_cute.runners import paged_attention as runner
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
-from qsa_cute.runners.paged_params import divisor
+from qsa_cute.runners.paged_places import divisor
 
 PARAMS = {
     "q_ptr": 64 * MiB,
@@ -328,6 +328,10 @@ class TestHost:
     def test_the_gate_is_contiguous_and_whole(self, gate) -> None:
         with pytest.raises(ArgumentError, match="output_gate has shape"):
             host._gate(gate, torch.zeros(4, 24, 256))
+
+    def test_the_gate_is_required(self) -> None:
+        with pytest.raises(ArgumentError, match="output_gate is None; it takes a CUDA tensor"):
+            host._gate(None, torch.zeros(4, 24, 256))
 
 
 # The reference against one entry at a time in FP64.
