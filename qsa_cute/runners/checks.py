@@ -27,6 +27,7 @@ _DTYPES = {
     **dict.fromkeys(("fp8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"), "fp8_e4m3"),
     **dict.fromkeys(("f32", "float32", "torch.float32"), "f32"),
     **dict.fromkeys(("i32", "int32", "torch.int32"), "i32"),
+    **dict.fromkeys(("i64", "int64", "torch.int64"), "i64"),
     **dict.fromkeys(("u8", "uint8", "torch.uint8"), "u8"),
     **dict.fromkeys(("bool", "torch.bool"), "bool"),
 }
