@@ -180,7 +180,7 @@ def _expand(
             f"query_positions has shape {list(query_positions.shape)}, visible_blocks {list(visible_blocks.shape)}; "
             "they must be equal"
         )
-    kind = "torch.int64" if str(query_positions.dtype) == "torch.int64" else "i32"
+    kind = "i64" if checks.dtype_name(query_positions.dtype) == "i64" else "i32"
     positions = binder.take("query_positions", _flat(query_positions), "rows", kind, True)
     visible = binder.take("visible_blocks", _flat(visible_blocks), "rows", "i32", True)
     launch = ExpandCounted(

@@ -298,9 +298,9 @@ BAD = [
     ({"q": Fake(8, 4, 128, at=GiB + 2)}, ArgumentError, "q_ptr"),
     ({"k_cache": Fake(100, 392, 1, 128, strides=(50200, 132, 128, 1))}, ArgumentError, "cache_stride_token is 132"),
     ({"visible_blocks": int32(7)}, ArgumentError, "visible_blocks has shape"),
-    ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type torch.int64"),
+    ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type i64"),
     ({"visible_blocks": int32(8, strides=(2,))}, ArgumentError, "must be contiguous|takes stride 1"),
-    ({"page_table": Fake(4, 20, dtype=torch.int64)}, ArgumentError, "page_table has type torch.int64"),
+    ({"page_table": Fake(4, 20, dtype=torch.int64)}, ArgumentError, "page_table has type i64"),
     ({"block_indices": int32(8, 500)}, ArgumentError, "block_indices has shape"),
     ({"block_indices": Fake(8, 512, dtype=torch.int64)}, ArgumentError, "block_indices has type"),
 ]
@@ -404,7 +404,7 @@ def expand_arguments(**changes):
         ({"block_indices": int32(8, 511)}, ArgumentError, "block_indices has shape"),
         ({"query_positions": Fake(7, dtype=torch.int64)}, ArgumentError, r"query_positions has shape \[7\]"),
         ({"query_positions": Fake(8, dtype=torch.float32)}, ArgumentError, "query_positions has type f32"),
-        ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type torch.int64"),
+        ({"visible_blocks": Fake(8, dtype=torch.int64)}, ArgumentError, "visible_blocks has type i64"),
     ],
 )
 def test_expansion_refuses(changes, error, words):
