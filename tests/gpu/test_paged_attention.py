@@ -12,7 +12,7 @@ import torch
 from attention_cases import GROUPS, Guarded
 from paged_cases import CACHE_DTYPES, Paged, moved_far, paged
 
-from qsa_cute.errors import CaptureError
+from qsa_cute.errors import ArgumentError, CaptureError
 from qsa_cute.hosts import vllm_attention as host
 from qsa_cute.runners.paged_attention import PagedAttentionRunner
 from qsa_cute.runtime import Loader
@@ -167,6 +167,52 @@ def test_prefill_rows(cache_dtype) -> None:
     """More rows than blocks fit at once."""
     case = paged(cache_dtype, group=6, kv_heads=1, rows=600, width=515, lengths=(700, 5000, 12))
     check(case, run(case, None))
+
+
+def by_request(case: Paged) -> Paged:
+    """Rows of a request side by side, as prefill has them."""
+    order = case.token_to_req.long().argsort(stable=True)
+    moved = {name: getattr(case, name)[order] for name in ("q", "indices", "token_to_req", "gate")}
+    return replace(case, **moved)
+
+
+@pytest.mark.parametrize(("group", "kv_heads", "page_size"), [(12, 2, 1568), (12, 1, 784), (6, 1, 3200), (3, 1, 16)])
+def test_many_rows_share_their_gather(group, kv_heads, page_size) -> None:
+    """The host brings the union's memory by itself; the lists hold all that lists may hold."""
+    case = by_request(paged(group=group, kv_heads=kv_heads, page_size=page_size, rows=300))
+    out = Guarded(*case.q.shape, dtype=case.q.dtype)
+    wanted = PagedAttentionRunner.workspace_wanted(case.params(out.tensor))
+    assert wanted is not None
+    memory = torch.full((wanted.size,), 0xFF, dtype=torch.uint8, device="cuda")
+    params = case.params(out.tensor).with_workspace(wanted.addresses(memory.data_ptr()))
+    assert params.algorithm == "shared"
+    for _ in range(2):
+        out.tensor.fill_(torch.nan)
+        PagedAttentionRunner.run(params)
+        check(case, out)
+    assert torch.equal(call(case), out.tensor)
+    assert torch.equal(call(case), out.tensor)  # the layout is known now
+
+
+def test_what_cannot_share_goes_row_by_row() -> None:
+    for case in (paged("fp8_e4m3", rows=300), paged(rows=100)):
+        assert PagedAttentionRunner.workspace_wanted(case.params(torch.empty_like(case.q))) is None
+        check(case, case.run())
+    case = paged("fp8_e4m3", rows=300)
+    with pytest.raises(ArgumentError, match="a cache of type fp8_e4m3"):
+        case.params(torch.empty_like(case.q), algorithm="shared", workspace=1 << 20)
+
+
+def test_shared_rows_in_a_graph() -> None:
+    case = by_request(paged(rows=300))
+    out, want = torch.full_like(case.q, torch.nan), call(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        call(case, out)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
 
 
 def test_no_rows() -> None:
