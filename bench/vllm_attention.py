@@ -138,8 +138,8 @@ def ours(case: Case, inputs: Given) -> Work:
 
 
 def vllm(case: Case, inputs: Given) -> Work:
-    from bench.peers import _vllm
+    from bench.peers import vllm_module
 
     if case.dtype not in SCALES:
         raise UnavailableError(f"vLLM's cache is bf16 or fp8, not {case.dtype}")
-    return _work(_vllm("attention").qsa_sparse_paged_attention, case, inputs)
+    return _work(vllm_module("attention").qsa_sparse_paged_attention, case, inputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench import inputs as made
 from bench.cases import Case
 from bench.ours import current_stream, poisoned
-from bench.peers import PEERS, _load_vllm_topk, _vllm
+from bench.peers import PEERS, _load_vllm_topk, vllm_module
 from bench.work import UnavailableError, Work
 from qsa_cute.geometry import BLOCK_TOKENS, INDEX_HEAD_DIM, INDEX_HEADS, TOP_BLOCKS
 from qsa_cute.hosts import vllm_select as host
@@ -118,7 +118,7 @@ def vllm(case: Case, inputs: Given) -> Work:
     if not (PEERS / "vllm_ops.so.xz").exists():
         raise UnavailableError(f"{PEERS} lacks vLLM's compiled operators (vllm_ops.so.xz)")
     _load_vllm_topk()
-    return _whole(_vllm("indexer"), case, inputs)
+    return _whole(vllm_module("indexer"), case, inputs)
 
 
 def _scores(case: Case, inputs: Given, launch: Callable[[Tensor], Tensor]) -> Work:
@@ -176,7 +176,7 @@ def ours_scores(case: Case, inputs: Given) -> Work:
 
 def vllm_scores(case: Case, inputs: Given) -> Work:
     """Its Triton kernels without the top-k."""
-    module, rows = _vllm("indexer"), len(inputs.q)
+    module, rows = vllm_module("indexer"), len(inputs.q)
     ids = torch.empty(rows, TOP_BLOCKS, dtype=torch.int32, device=inputs.q.device)
     kept: list[Tensor] = []
 

@@ -347,6 +347,7 @@ def test_every_launch_repeats_bit_by_bit_and_replays_in_a_graph():
     key, gate = tokens(5, requests, 4, 128), tokens(6, requests, 4, 128)
     stream = torch.cuda.Stream()
     outputs = (out, scale, cache.memory, tail.memory, tokens_out)
+    torch.cuda.synchronize()  # the inputs are made on another stream
     with torch.cuda.stream(stream):
         made = [
             HadamardQuant.from_tensors(q, out.tensor, scale.tensor),

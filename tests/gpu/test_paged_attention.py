@@ -200,7 +200,7 @@ def test_what_cannot_share_goes_row_by_row() -> None:
         check(case, case.run())
     case = paged("fp8_e4m3", rows=300)
     with pytest.raises(ArgumentError, match="a cache of type fp8_e4m3"):
-        case.params(torch.empty_like(case.q), algorithm="shared", workspace=1 << 20)
+        case.params(torch.empty_like(case.q)).with_workspace({"workspace": 1 << 20})
 
 
 def test_shared_rows_in_a_graph() -> None:
