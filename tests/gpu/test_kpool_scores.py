@@ -200,6 +200,7 @@ def test_the_selection_is_the_references_outside_a_band():
 def test_a_graph_of_the_selection_replays():
     case = scoring([[9000 + i for i in range(4)], [4000 + i for i in range(4)]], seed=6)
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the inputs are made on another stream
     with torch.cuda.stream(stream):
         layout = PoolSelectRunner.workspace_size(8, 9003, 4)
         workspace = torch.zeros(layout.size, dtype=torch.uint8, device=DEVICE)
