@@ -345,6 +345,7 @@ def test_every_launch_repeats_bit_by_bit_and_replays_in_a_graph():
     out, scale = Guarded(999, 128, dtype=FP8), Guarded(999, 1, dtype=torch.float32)
     ids, tokens_out = pool_lists(requests, 512, torch.int32), Guarded(requests, 2051, dtype=torch.int32)
     key, gate = tokens(5, requests, 4, 128), tokens(6, requests, 4, 128)
+    first_slots, lengths = tail_slots[:, 0].contiguous(), positions[:, 0].contiguous()  # a launch keeps addresses only
     stream = torch.cuda.Stream()
     outputs = (out, scale, cache.memory, tail.memory, tokens_out)
     torch.cuda.synchronize()  # the inputs are made on another stream
@@ -352,9 +353,9 @@ def test_every_launch_repeats_bit_by_bit_and_replays_in_a_graph():
         made = [
             HadamardQuant.from_tensors(q, out.tensor, scale.tensor),
             CompressWrite.from_tensors(cache.tensor, k, score, bias, loc),
-            SeedTail.from_tensors(tail.tensor, key[:, 0], gate[:, 0], tail_slots[:, 0].contiguous(), 4),
+            SeedTail.from_tensors(tail.tensor, key[:, 0], gate[:, 0], first_slots, 4),
             DecodeUpdate.from_tensors(cache.tensor, tail.tensor, tail_slots, key, gate, bias, slots, positions),
-            ExpandTail.from_tensors(tokens_out.tensor, ids, 4, seq_lens=positions[:, 0].contiguous()),
+            ExpandTail.from_tensors(tokens_out.tensor, ids, 4, seq_lens=lengths),
         ]
 
         def once() -> list[torch.Tensor]:
