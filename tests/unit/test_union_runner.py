@@ -137,3 +137,9 @@ def test_one_head_and_one_token_still_have_strides(use) -> None:
     one = {"num_q_heads": 12, "num_kv_heads": 1, "kv_seq_len": 1, "k_stride_head": 0, "k_stride_row": 0}
     SparsePrefillRunner.run("bf16", prefill(**ROWS | one, workspace=BASE, algorithm="union"))
     assert loader.driver.maps[0][3] == (512, 512)
+
+
+def test_a_workspace_holds_fewer_rows_too() -> None:
+    """Fewer rows may be cut in more and smaller tiles."""
+    sizes = [SparsePrefillRunner.workspace_size(1, rows, 8192, 24, 2, 256, 2051).size for rows in range(1, 3000, 7)]
+    assert sizes == sorted(sizes)
