@@ -8,25 +8,19 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.items import Tiles, UnionItems
+from qsa_cute.kernels.attention import union_ops, union_steps
 from qsa_cute.kernels.attention.paged_union.tile import PagedUnionTile
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX
+from qsa_cute.kernels.attention.union_steps import Heads, UnionSteps
 from qsa_cute.kernels.attention.union_tile import PAIRS
-from qsa_cute.kernels.common import ops
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Q, O or the gate: address (0: no gate), and strides in elements."""
-
-    at: Int64
-    batch: Int64
-    row: Int64
-    head: Int64
+class Tiles(union_steps.Tiles):
+    entry_shift: Int32  # bits of an entry that name a block of a page
 
 
-class UnionConsumer(UnionItems, PagedUnionTile):
+class UnionConsumer(PagedUnionTile, UnionSteps):
     @cute.jit
     def consume(
         self,
@@ -215,79 +209,6 @@ class UnionConsumer(UnionItems, PagedUnionTile):
             item, ns, pairs = next_item, next_ns, next_pairs
 
     @cute.jit
-    def step(
-        self,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        accS: cute.Tensor,
-        accO: cute.Tensor,
-        tSrQ: cute.Tensor,
-        tSrK: cute.Tensor,
-        tOrP: cute.Tensor,
-        tOrV: cute.Tensor,
-        tS: cute.Tensor,
-        tO: cute.Tensor,
-        tP: cute.Tensor,
-        tMax: cute.Tensor,
-        tSum: cute.Tensor,
-        tScale: cute.Tensor,
-        half: Int32,
-        at0: Int32,
-        to_m1: Int32,
-        k: Int32,
-        k_bar: Int32,
-        v: Int32,
-        v_bar: Int32,
-        flying: Int32,
-        bars,
-        k_phases: Int32,
-        v_phases: Int32,
-        scale_log2: Float32,
-    ):
-        """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's; the new phases."""
-        k_full, k_empty, v_full, v_empty = bars
-        self.finish(flying, v_empty, tS, tP)
-        k_phases = self.wait(k_full, k_bar, k_phases)
-        w0 = ops.load_shared_i32(at0 + k % 2 * (PAIRS * 4)) >> half
-        w1 = ops.load_shared_i32(at0 + to_m1 + k % 2 * (PAIRS * 4)) >> half
-        self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, k % 2], True)
-        self.rescale(tO, tScale)
-        v_phases = self.wait(v_full, v_bar, v_phases)
-        self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v % 2], False)
-        warpgroup.wait_group(1)
-        self.release(k_empty, k)
-        self.apply_masks(tS, w0, w0, w1, w1)
-        self.softmax(tS, tMax, tSum, tScale, scale_log2)
-        return k_phases, v_phases
-
-    @cute.jit
-    def finish(self, flying: Int32, v_empty: cute.Pointer, tS: cute.Tensor, tP: cute.Tensor):
-        """Wait for the P V in flight, if any, and put the new P in its operand's place.
-
-        This opens a step, rather than closing the one before, because ptxas hoists the wait over a softmax in the
-        same basic block, and then nothing overlaps.
-        """
-        warpgroup.wait_group(0)
-        if flying >= 0:
-            self.release(v_empty, flying)
-        self.pack(tS, tP)
-
-    @cute.jit
-    def wait(self, full: cute.Pointer, index: Int32, phases: Int32) -> Int32:
-        """Wait for the next arrival on a barrier, of which bit `index` of `phases` is the parity; the new phases.
-
-        A parity tells only neighbours apart, so each waiter must see every phase. Chunks of one warpgroup alone
-        therefore have barriers of their own: the other could miss two of them.
-        """
-        cute.arch.mbarrier_wait(full + index, (phases >> index) & 1)
-        return phases ^ (1 << index)
-
-    @cute.jit
-    def release(self, empty: cute.Pointer, ring: Int32):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + ring % 2)
-
-    @cute.jit
     def prefetch_gate(self, tiles: Tiles, gate: Heads, item: Int32, tid: Int32):
         """Bring the item's gate to the L2: two threads a pair."""
         tile, kv_head = self.place(tiles, item)
@@ -300,33 +221,3 @@ class UnionConsumer(UnionItems, PagedUnionTile):
             at = at + (Int64(row) * gate.row + Int64(head) * gate.head) * 2 + Int64(tid % 2) * self.head_dim
             for line in cutlass.range_constexpr(self.head_dim // 128):
                 union_ops.prefetch_l2(at + line * 128)
-
-    @cute.jit
-    def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
-        """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
-        tile, kv_head = self.place(tiles, item)
-        start = (tile % tiles.per_sequence) * tiles.tile_pairs
-        group_size = tiles.group_size
-        live = cutlass.min(tiles.seq_len * group_size - start, tiles.tile_pairs) - warp * 16
-        row = (start + warp * 16) // group_size
-        head = start + warp * 16 - row * group_size
-        mine = (head + lane % 16) // group_size
-        # Elements from the warp's first row to pair lane % 16.
-        offset = mine * Int32(q.row) + (head + lane % 16 - mine * group_size) * Int32(q.head)
-        chunks = self.head_dim // 8  # 16-byte pieces of a row; a warp copies 32 at a time
-        at_once = 32 // chunks
-        piece = lane % chunks
-        base = q.at + (Int64(tile // tiles.per_sequence) * q.batch + Int64(kv_head * group_size) * q.head) * 2
-        base = base + Int64(row) * q.row * 2 + Int64(piece) * 16
-        dst = q_smem + (piece // 8) * (PAIRS * 128) + (warp * 16 + lane // chunks) * 128
-        swizzled = ((piece % 8) ^ (lane // chunks)) * 16
-        for j in cutlass.range_constexpr(16 // at_once):
-            m = j * at_once + lane // chunks
-            src = base + Int64(cute.arch.shuffle_sync(offset, offset=m)) * 2
-            wanted = m < live
-            union_ops.cp_async_16(
-                dst + j * at_once * 128 + (swizzled ^ (j * at_once % 8 * 16)),
-                src if wanted else base,
-                Int32(16) if wanted else Int32(0),
-            )
-        cute.arch.cp_async_commit_group()

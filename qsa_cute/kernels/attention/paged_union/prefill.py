@@ -43,8 +43,8 @@ from cutlass.utils import LayoutEnum
 
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.consumer import Heads, UnionConsumer
-from qsa_cute.kernels.attention.paged_union.items import STAGES, Tiles
+from qsa_cute.kernels.attention.paged_union.consumer import Tiles, UnionConsumer
+from qsa_cute.kernels.attention.union_steps import BOX_BYTES, BOX_COLUMNS, STAGES, Heads
 from qsa_cute.kernels.attention.union_tile import PAIRS
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
@@ -81,25 +81,11 @@ PARAMS = (
     f32("attention_scale"),
 )
 
-BOX_COLUMNS = 64  # of a TMA box: the 128-byte swizzle's width
-BOX_BYTES = BLOCK_TOKENS * BOX_COLUMNS * 2
 GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
 
 
 class UnionPrefill(UnionConsumer):
     early_launch = True
-
-    def __init__(self, head_dim: int, dtype: str, tile: int):
-        self.head_dim, self.dtype, self.tile = head_dim, dtype, tile
-        self.element = ops.ELEMENTS[dtype]
-        self.blocks = tile // BLOCK_TOKENS  # of a chunk
-        self.boxes = head_dim // BOX_COLUMNS  # of a block
-        self.warp_blocks = self.blocks // 4
-        self.slot_bytes = tile * head_dim * 2
-        self.threads = 384
-        if tile % 16 or self.blocks > 32:
-            raise ValueError("a chunk is a multiple of 16 tokens, and its blocks have a bit each of a word")
-        self.smem_bytes = 2048 + PAIRS * head_dim * 2 + 2 * STAGES * self.slot_bytes
 
     @cute.jit
     def __call__(
@@ -315,11 +301,6 @@ class UnionPrefill(UnionConsumer):
                         self.fill(maps, 1, v_at, tiles.entry_shift, kv_head, sV, v_full, v_empty, before, c - 1 - ns)
                 ring = ring + total
                 item, ns, pairs = self.find_item(tiles, item + step)
-
-    @cute.jit
-    def full_barrier(self, ring: Int32, exclusive: Int32) -> Int32:
-        """Which barrier a chunk's arrival completes: its slot's, or as exclusive chunk 0, 1, .. its warpgroup's own."""
-        return STAGES + exclusive % 2 if exclusive >= 0 else ring % STAGES
 
     @cute.jit
     def fill(
