@@ -30,6 +30,7 @@ from cutlass import Int32, Int64
 from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
+from qsa_cute.kernels.attention.union_scan import THREADS, WARPS, BlockScan
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
@@ -63,8 +64,6 @@ PARAMS = (
     i64("indices_stride_row"),
 )
 
-THREADS = 256
-WARPS = THREADS // 32
 BLOCKS_PER_SM = 4
 ID_ROWS, LIST_ROWS = 12, 4  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 RECORDS = union_layout.RECORDS
@@ -74,7 +73,7 @@ HALF = 64  # pairs of a warpgroup
 MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
 
 
-class UnionPrepare:
+class UnionPrepare(BlockScan):
     early_launch = early.SUPPORTED
 
     def __init__(self, head_dim: int, dtype: str, tile: int):
@@ -264,7 +263,7 @@ class UnionPrepare:
             c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
             found = found + bits
-        before0, total0, before1, total1, twice = self.scan(smem, c0, c1, added - found, tid)
+        before0, total0, before1, total1, twice = self.scan(smem + SCAN, c0, c1, added - found, tid)
         only_a_blocks = total0 >> 16
         only_b_blocks = total1 & 0xFFFF
         partial_blocks = total1 >> 16
@@ -487,40 +486,6 @@ class UnionPrepare:
             b = b | (word if r >= first_b else Int32(0))
         part = ops.load_shared_i32(partial + i * 4)
         return a & b & ~part, a & ~b & ~part, b & ~a & ~part, part, bits
-
-    @cute.jit
-    def scan(self, smem: Int32, c0: Int32, c1: Int32, twice: Int32, tid: Int32):
-        """Sums before this thread and over the block of c0 and c1, and the block's sum of `twice`."""
-        lane = tid % 32
-        warp = tid // 32
-        s0 = c0
-        s1 = c1
-        for k in cutlass.range_constexpr(5):
-            y0 = cute.arch.shuffle_sync_up(s0, offset=1 << k, mask_and_clamp=0)
-            y1 = cute.arch.shuffle_sync_up(s1, offset=1 << k, mask_and_clamp=0)
-            if lane >= 1 << k:
-                s0 = s0 + y0
-                s1 = s1 + y1
-        warp_twice = cute.arch.warp_redux_sync(twice, "add")
-        if lane == 31:
-            ops.store_shared_i32x2(smem + SCAN + warp * 16, s0, s1)
-            ops.store_shared_i32x2(smem + SCAN + warp * 16 + 8, warp_twice, Int32(0))
-        cute.arch.sync_threads()
-        before0 = s0 - c0
-        before1 = s1 - c1
-        total0 = Int32(0)
-        total1 = Int32(0)
-        twice = Int32(0)
-        for k in cutlass.range_constexpr(WARPS):
-            x0 = ops.load_shared_i32(smem + SCAN + k * 16)
-            x1 = ops.load_shared_i32(smem + SCAN + k * 16 + 4)
-            twice = twice + ops.load_shared_i32(smem + SCAN + k * 16 + 8)
-            if k < warp:
-                before0 = before0 + x0
-                before1 = before1 + x1
-            total0 = total0 + x0
-            total1 = total1 + x1
-        return before0, total0, before1, total1, twice
 
     @cute.jit
     def assign(

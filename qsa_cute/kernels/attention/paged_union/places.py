@@ -11,10 +11,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.lists import BAD, FIRST, SCAN, THREADS, Bitmaps, Lists
+from qsa_cute.kernels.attention.paged_union.lists import BAD, FIRST, Bitmaps, Lists
+from qsa_cute.kernels.attention.union_scan import THREADS, WARPS, BlockScan
 from qsa_cute.kernels.common import ops
-
-WARPS = THREADS // 32
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Chunks:
     words: Int32  # of a plane's part in use, a request
 
 
-class UnionPlaces:
+class UnionPlaces(BlockScan):
     """Needs `blocks`, of a chunk, of the kernel that inherits it."""
 
     @cute.jit
@@ -97,40 +96,6 @@ class UnionPlaces:
         b = ops.load_shared_i32(maps.planes + (maps.size + at) * 4)
         part = ops.load_shared_i32(maps.planes + (2 * maps.size + at) * 4)
         return a & b & ~part, a & ~b & ~part, b & ~a & ~part, part
-
-    @cute.jit
-    def scan(self, smem: Int32, c0: Int32, c1: Int32, twice: Int32, tid: Int32):
-        """Sums before this thread and over the block of c0 and c1, and the block's sum of `twice`."""
-        lane = tid % 32
-        warp = tid // 32
-        s0 = c0
-        s1 = c1
-        for k in cutlass.range_constexpr(5):
-            y0 = cute.arch.shuffle_sync_up(s0, offset=1 << k, mask_and_clamp=0)
-            y1 = cute.arch.shuffle_sync_up(s1, offset=1 << k, mask_and_clamp=0)
-            if lane >= 1 << k:
-                s0 = s0 + y0
-                s1 = s1 + y1
-        warp_twice = cute.arch.warp_redux_sync(twice, "add")
-        if lane == 31:
-            ops.store_shared_i32x2(smem + SCAN + warp * 16, s0, s1)
-            ops.store_shared_i32x2(smem + SCAN + warp * 16 + 8, warp_twice, Int32(0))
-        cute.arch.sync_threads()
-        before0 = s0 - c0
-        before1 = s1 - c1
-        total0 = Int32(0)
-        total1 = Int32(0)
-        twice = Int32(0)
-        for k in cutlass.range_constexpr(WARPS):
-            x0 = ops.load_shared_i32(smem + SCAN + k * 16)
-            x1 = ops.load_shared_i32(smem + SCAN + k * 16 + 4)
-            twice = twice + ops.load_shared_i32(smem + SCAN + k * 16 + 8)
-            if k < warp:
-                before0 = before0 + x0
-                before1 = before1 + x1
-            total0 = total0 + x0
-            total1 = total1 + x1
-        return before0, total0, before1, total1, twice
 
     @cute.jit
     def assign(self, maps: Bitmaps, chunks: Chunks, before0: Int32, before1: Int32, tid: Int32):

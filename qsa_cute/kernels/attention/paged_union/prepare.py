@@ -42,12 +42,13 @@ from qsa_cute.kernels.attention.paged_union.lists import (
     NUM_RECORDS,
     REACH,
     RECORDS,
-    THREADS,
+    SCAN,
     Bitmaps,
     Lists,
     UnionLists,
 )
 from qsa_cute.kernels.attention.paged_union.places import Chunks, Halves, Pages, UnionPlaces
+from qsa_cute.kernels.attention.union_scan import THREADS
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
@@ -298,7 +299,7 @@ class UnionPrepare(UnionLists, UnionPlaces):
             shared, only_a, only_b, part = self.classify(maps, self.plane_at(maps, words, i))
             c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
-        before0, total0, before1, total1, twice = self.scan(smem, c0, c1, again, tid)
+        before0, total0, before1, total1, twice = self.scan(smem + SCAN, c0, c1, again, tid)
         only_a_blocks = (total0 >> 16) & 0xFFFF
         only_b_blocks = total1 & 0xFFFF
         partial_blocks = (total1 >> 16) & 0xFFFF

@@ -1,0 +1,49 @@
+"""A prefix sum over the 256 threads of the union's pre-kernels."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from qsa_cute.kernels.common import ops
+
+THREADS = 256
+WARPS = THREADS // 32
+
+
+class BlockScan:
+    @cute.jit
+    def scan(self, at: Int32, c0: Int32, c1: Int32, twice: Int32, tid: Int32):
+        """Sums before this thread and over the block of c0 and c1, and the block's sum of `twice`.
+
+        Shared memory at `at`: 16 bytes a warp.
+        """
+        lane = tid % 32
+        warp = tid // 32
+        s0 = c0
+        s1 = c1
+        for k in cutlass.range_constexpr(5):
+            y0 = cute.arch.shuffle_sync_up(s0, offset=1 << k, mask_and_clamp=0)
+            y1 = cute.arch.shuffle_sync_up(s1, offset=1 << k, mask_and_clamp=0)
+            if lane >= 1 << k:
+                s0 = s0 + y0
+                s1 = s1 + y1
+        warp_twice = cute.arch.warp_redux_sync(twice, "add")
+        if lane == 31:
+            ops.store_shared_i32x2(at + warp * 16, s0, s1)
+            ops.store_shared_i32x2(at + warp * 16 + 8, warp_twice, Int32(0))
+        cute.arch.sync_threads()
+        before0 = s0 - c0
+        before1 = s1 - c1
+        total0 = Int32(0)
+        total1 = Int32(0)
+        twice = Int32(0)
+        for k in cutlass.range_constexpr(WARPS):
+            x0 = ops.load_shared_i32(at + k * 16)
+            x1 = ops.load_shared_i32(at + k * 16 + 4)
+            twice = twice + ops.load_shared_i32(at + k * 16 + 8)
+            if k < warp:
+                before0 = before0 + x0
+                before1 = before1 + x1
+            total0 = total0 + x0
+            total1 = total1 + x1
+        return before0, total0, before1, total1, twice
