@@ -50,6 +50,7 @@ gpu-soak:
 bench:
 	PYTHONPATH=. $(GPU_PYTHON) -m bench.run --all --append bench/results/h200.jsonl
 	PYTHONPATH=. $(GPU_PYTHON) -m bench.plot
+	PYTHONPATH=. $(GPU_PYTHON) -m bench.targets
 
 # dist/qsa_cute-*.whl with the sets of $(SM), for machines that have no compiler.
 wheel: build

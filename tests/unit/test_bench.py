@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import plot, report
+from bench import plot, report, targets
 from bench.cases import FAMILIES, Target, entries, parse, registry, select
 from bench.results import Row, append, latest, read
 from bench.run import NO_DEVICE, main
@@ -226,3 +226,24 @@ def test_a_rank_of_vllms_attention() -> None:
     for wrong in ("vllm_attention/tp3/ctx65536/b1", "vllm_attention/tp1/ctx65536/b1/fp16", "decode/ctx65536/b1/fp8"):
         with pytest.raises(ArgumentError, match="is none"):
             parse(wrong)
+
+
+# The page of targets.
+
+
+def test_the_page_of_targets_is_what_the_results_say() -> None:
+    assert targets.PAGE.read_text() == targets.page(latest(read(plot.RESULTS))), "python -m bench.targets"
+
+
+@pytest.mark.parametrize(
+    ("ours", "vllm", "ends"),
+    [
+        (5.0, 9.0, "| 5 | 9 | 1.80x | <= 5.5 us | met |"),
+        (6.5, 9.0, "| 6.5 | 9 | 1.38x | <= 5.5 us | short |"),
+        (None, 9.0, "|  | 9 |  | <= 5.5 us | not measured |"),
+    ],
+)
+def test_a_target_is_met_short_or_not_measured(ours, vllm, ends) -> None:
+    case = parse("decode/ctx65536/b1")
+    rows = {name: row(case.id, name, us) for name, us in (("ours", ours), ("vllm", vllm)) if us}
+    assert targets.line(case, rows).endswith(ends)

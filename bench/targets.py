@@ -1,0 +1,60 @@
+"""Every target of the registry against the latest results: met, by how much not, or not measured yet.
+
+python -m bench.targets [--results bench/results/h200.jsonl] [--output docs/targets.md]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from bench.cases import OURS, Case, registry
+from bench.plot import RESULTS, ROOT
+from bench.results import Row, latest, read
+
+PAGE = ROOT / "docs/targets.md"
+HEAD = """# Targets
+
+Every target of `bench/cases.py` and the latest run that measured it, on one NVIDIA H200; us a call, the peer in the same
+run. "Not measured": no row of `bench/results/h200.jsonl` yet; some were timed in trials that the lab books report. Why what
+is short is short: [performance.md](performance.md) and the lab books beside it. Written by `python -m bench.targets`.
+
+| case | qsa-cute | vLLM | | target | |
+|---|---|---|---|---|---|
+"""
+
+
+def _us(row: Row | None) -> str:
+    return "" if row is None else f"{row.us:.3g}" if row.us < 100 else f"{row.us:.0f}"
+
+
+def line(case: Case, rows: Mapping[str, Row]) -> str:
+    """One case of the table."""
+    ours, vllm = rows.get(OURS), rows.get("vllm")
+    met = case.target.met({name: row.us for name, row in rows.items()}) if case.target and ours else None
+    verdict = "not measured" if met is None else "met" if met else "short"
+    ratio = f"{vllm.us / ours.us:.2f}x" if ours and vllm else ""
+    return f"| {case.id} | {_us(ours)} | {_us(vllm)} | {ratio} | {case.target} | {verdict} |"
+
+
+def page(results: Mapping[str, Mapping[str, Row]]) -> str:
+    """The whole page, its counts last."""
+    lines = [line(case, results.get(case.id, {})) for case in registry() if case.target]
+    ends = [one.rsplit("|", 2)[1].strip() for one in lines]
+    counts = ", ".join(f"{ends.count(what)} {what}" for what in ("met", "short", "not measured"))
+    return HEAD + "\n".join(lines) + f"\n\n{len(lines)} targets: {counts}.\n"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--results", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=RESULTS)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=PAGE)
+def main(results: Path, output: Path) -> None:
+    """Write the table of targets."""
+    output.write_text(page(latest(read(results))))
+    click.echo(output)
+
+
+if __name__ == "__main__":
+    main()
