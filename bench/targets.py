@@ -17,9 +17,10 @@ from bench.results import Row, latest, read
 PAGE = ROOT / "docs/targets.md"
 HEAD = """# Targets
 
-Every target of `bench/cases.py` and the latest run that measured it, on one NVIDIA H200; us a call, the peer in the same
-run. "Not measured": no row of `bench/results/h200.jsonl` yet; some were timed in trials that the lab books report. Why what
-is short is short: [performance.md](performance.md) and the lab books beside it. Written by `python -m bench.targets`.
+Every target of `bench/cases.py` and the latest run that measured it, on one NVIDIA H200; us a call, the peer in the
+same run. "Not measured": no row of `bench/results/h200.jsonl` yet; some were timed in trials that the lab books report.
+Why what is short is short: [performance.md](performance.md) and the lab books beside it. Written by
+`python -m bench.targets`.
 
 | case | qsa-cute | vLLM | | target | |
 |---|---|---|---|---|---|
