@@ -6,8 +6,10 @@ SM ?= sm_90a
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-GPU_PYTHON ?= $(PYTHON)
 BIN := $(VENV)/bin
+# The environment's Python where there is one.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(abspath $(BIN)/python),$(PYTHON))
+.DEFAULT_GOAL := build
 ARCH := $(foreach sm,$(SM),--gpu-arch $(sm))
 EVIDENCE := artifacts/evidence/$(firstword $(SM)).json
 

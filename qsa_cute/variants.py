@@ -120,7 +120,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """File stem and kernel symbol, e.g. `qsa_sparse_decode_d256_bf16_w8_k1_v2_b2_s8_sm90a`."""
+        """File stem, and the symbol but for its end, e.g. `qsa_sparse_decode_d256_bf16_w8_k1_v2_b2_s8_sm90a`."""
         tags = [f"{TAGS[key]}{value}" for key, value in self.baked]
         return "_".join([f"qsa_{self.kernel}", f"d{self.head_dim}", self.dtype, *tags, self.sm.replace("_", "")])
 
