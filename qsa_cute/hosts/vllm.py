@@ -96,7 +96,7 @@ def plugin() -> None:
     Raises:
         ArgumentError: it is neither 0 nor 1.
     """
-    wanted = os.environ.get(ENVIRONMENT, "0")
+    wanted = os.environ.get(ENVIRONMENT) or "0"
     if wanted not in ("0", "1"):
         raise ArgumentError(f"${ENVIRONMENT} is {wanted!r}; it takes 1 (use qsa-cute's kernels) or 0")
     if wanted == "1":

@@ -9,7 +9,7 @@ from qsa_cute.errors import UnsupportedError
 from qsa_cute.runners.checks import build_target, dtype_name, show, whole
 from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.support import Support, SupportCode
-from qsa_cute.variants import KERNELS, SMS, variants
+from qsa_cute.variants import KERNELS, variants
 
 Baked = tuple[tuple[str, int], ...]  # a variant's constants by name
 
@@ -41,12 +41,12 @@ def attention_support(
 def target_support(kernel: str, head_dim: int, sm_version: object, dtype: object) -> Support:
     """Whether `kernel` is built with this head dim for this type and SM. Never raises."""
     sm = build_target(sm_version)
-    if sm is None or sm not in KERNELS[kernel].sms:
-        return Support.no(SupportCode.SM, f"SM {show(sm_version)}; targets of the build are {', '.join(SMS)}")
-    name = dtype_name(dtype)
-    dtypes = KERNELS[kernel].dtypes
-    if name not in dtypes or not variants([sm], kernel, [head_dim], [name]):
-        return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built are {', '.join(dtypes)}")
+    targets = KERNELS[kernel].sms
+    if sm is None or sm not in targets:
+        return Support.no(SupportCode.SM, f"SM {show(sm_version)}; targets of the build are {', '.join(targets)}")
+    built = [one for one in KERNELS[kernel].dtypes if variants([sm], kernel, [head_dim], [one])]
+    if dtype_name(dtype) not in built:
+        return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built for {sm} are {', '.join(built)}")
     return Support.yes()
 
 

@@ -107,7 +107,7 @@ class TestCanImplement:
             ({"sm_version": 75}, SupportCode.SM, "SM 75; targets of the build are sm_80"),
             ({"sm_version": "hopper"}, SupportCode.SM, "'hopper'"),
             ({"sm_version": 9.0}, SupportCode.SM, "9.0"),
-            ({"dtype": "fp8_e4m3"}, SupportCode.DTYPE, "'fp8_e4m3'; built are bf16, fp16"),
+            ({"dtype": "fp8_e4m3"}, SupportCode.DTYPE, "'fp8_e4m3'; built for sm_90a are bf16, fp16"),
             ({"dtype": 16}, SupportCode.DTYPE, "type 16"),
         ],
     )
