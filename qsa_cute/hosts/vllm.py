@@ -5,6 +5,7 @@ Importing this module loads neither torch nor vLLM; each function is imported wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -42,6 +43,7 @@ __all__ = ["install", "plugin", "uninstall", *_HOMES]
 
 _REFUSALS = (ArgumentError, UnsupportedError, ArtifactError, CaptureError)  # raised before anything is launched
 _LOGGED = 8  # reasons a function that are logged; shapes could make any number
+_REFUSED = 4096  # calls a function that are not asked again; lengths make any number of them
 
 # Function's name -> (vLLM's own, ours in its place).
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -117,7 +119,7 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, str, str]]:
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:  # whatever a vLLM for another platform says
         raise UnsupportedError(f"{name} does not import ({error}); install() needs vLLM 0.33") from None
 
 
@@ -137,20 +139,34 @@ def _guarded(name: str, original: Callable[..., Any], ours: Callable[..., Any]) 
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if refused and _shapes(args, kwargs) in refused:
+        if refused and _known(refused, args, kwargs):
             return original(*args, **kwargs)
         try:
             return ours(*args, **kwargs)
         except _REFUSALS as error:
             reason = str(error)
             if not isinstance(error, CaptureError):
-                refused.add(_shapes(args, kwargs))
+                _remember(refused, args, kwargs)
         if reason not in logged and len(logged) < _LOGGED:
             logged.add(reason)
             _log.warning("%s falls back to vLLM's own: %s", name, reason)
         return original(*args, **kwargs)
 
     return call
+
+
+def _known(refused: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        return _shapes(args, kwargs) in refused
+    except TypeError:  # a value that has no hash
+        return False
+
+
+def _remember(refused: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if len(refused) >= _REFUSED:
+        refused.clear()
+    with contextlib.suppress(TypeError):
+        refused.add(_shapes(args, kwargs))
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

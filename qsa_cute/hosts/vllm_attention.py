@@ -59,6 +59,8 @@ def qsa_sparse_paged_attention(
     """
     import torch
 
+    if not hasattr(q, "data_ptr"):
+        raise ArgumentError(f"q is {checks.show(q)}; it takes a CUDA tensor")
     if out is None:
         out = torch.empty_like(q)
     given = (q, k_cache, v_cache, logical_indices, block_table, token_to_req, out, output_gate)
@@ -128,10 +130,14 @@ def warmup_qsa_sparse_paged_attention(
     """
     import torch
 
-    if kv_cache.ndim != 4:
+    if not hasattr(kv_cache, "data_ptr"):
+        raise ArgumentError(f"kv_cache is {checks.show(kv_cache)}; it takes a CUDA tensor")
+    if kv_cache.ndim != 4 or kv_cache.shape[3] % 2:
         raise ArgumentError(
             f"kv_cache has shape {list(kv_cache.shape)}; it takes [pages, kv_heads, page_size, 2 * head_dim]"
         )
+    if kv_cache.device.type != "cuda":
+        raise ArgumentError(f"kv_cache is on {kv_cache.device}; it takes a CUDA tensor")
     _, kv_heads, page_size, both = kv_cache.shape
     width = checks.integer("selection_width", selection_width, 1, MAX_TOP_K)
     kind = checks.dtype_name(kv_cache.dtype)

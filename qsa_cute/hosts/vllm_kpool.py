@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
+from qsa_cute.runners import checks
 from qsa_cute.runners.checks import show
 from qsa_cute.runners.kpool import CompressWrite, DecodeUpdate, HadamardQuant, SeedTail
 from qsa_cute.runners.kpool_expand import ExpandTail
@@ -93,13 +94,13 @@ def kpool_compress_and_write_cache(
     if return_compressed:
         key = _empty(slot_k, (slot_k.shape[0], head_dim), "float8_e4m3fn")
         scale = _empty(slot_k, (slot_k.shape[0],), "float32")
+    # Copies are held until the launch: memory that is given back before it may be another's by then.
+    held = (_rows(slot_k), _rows(slot_score), ape.contiguous(), loc.contiguous())
+    mask = None if write_mask is None else write_mask.contiguous()
     CompressWrite.from_tensors(
         kv_cache if write_cache else None,
-        _rows(slot_k),
-        _rows(slot_score),
-        ape.contiguous(),
-        loc.contiguous(),
-        write_mask=None if write_mask is None else write_mask.contiguous(),
+        *held,
+        write_mask=mask,
         dense_k=key,
         dense_scale=scale,
         round_scale=round_scale,
@@ -129,9 +130,8 @@ def kpool_seed_tail_cache(
     _head_dim(head_dim)
     scores = gate_score if gate_score.dtype == key.dtype else gate_score.to(key.dtype)
     count = tslot.shape[0]
-    SeedTail.from_tensors(
-        tail_kv_cache, _rows(key, 4)[:count], _rows(scores, 4)[:count], tslot.contiguous(), kpool
-    ).run()
+    held = (_rows(key, 4)[:count], _rows(scores, 4)[:count], tslot.contiguous())  # until the launch
+    SeedTail.from_tensors(tail_kv_cache, *held, kpool).run()
 
 
 def kpool_decode_update_and_maybe_write_cache_batched(
@@ -161,24 +161,23 @@ def kpool_decode_update_and_maybe_write_cache_batched(
     """
     _head_dim(head_dim)
     _must(ape.ndim == 2 and ape.shape[0] == pool_size, "ape", ape, f"[{pool_size}, {head_dim}]")
-    DecodeUpdate.from_tensors(
-        kv_cache,
-        tail_kv_cache,
+    held = (  # until the launch
         tail_slot_mapping.contiguous(),
         _rows(key, 4),
         _rows(slot_score, 4),
         ape.contiguous(),
         slot_mapping.contiguous(),
         positions.contiguous(),
-        round_scale=round_scale,
-    ).run()
+    )
+    DecodeUpdate.from_tensors(kv_cache, tail_kv_cache, *held, round_scale=round_scale).run()
 
 
 def history_group_budget_for_topk(topk: int, pool_size: int) -> int:
     """Pools to select so that they expand to `topk` tokens. Raises ArgumentError: not a multiple of the pool."""
-    if pool_size < 1 or topk % pool_size:
+    size, tokens = checks.whole(pool_size), checks.whole(topk)
+    if size is None or size < 1 or tokens is None or tokens % size:
         raise ArgumentError(f"topk is {show(topk)}; it takes a multiple of pool_size {show(pool_size)}")
-    return topk // pool_size
+    return tokens // size
 
 
 def expand_pools_to_tokens(
@@ -229,6 +228,7 @@ def append_tail_to_topk(
     Raises:
         ArgumentError: as `expand_pools_to_tokens`.
     """
+    checks.integer("pool_size", pool_size, 1)
     if pool_size == 1:
         return topk_result
     _must(topk_result.ndim == 2, "topk_result", topk_result, "two dimensions, [rows, columns]")
@@ -265,6 +265,7 @@ def expand_pools_and_append_tail(
     Raises:
         ArgumentError: as `expand_pools_to_tokens`.
     """
+    checks.integer("pool_size", pool_size, 1)
     _must(pool_ids.ndim == 2, "pool_ids", pool_ids, "two dimensions, [rows, groups]")
     columns = pool_ids.shape[1] * pool_size + pool_size - 1
     out = _empty(pool_ids, (pool_ids.shape[0], columns), "int32")

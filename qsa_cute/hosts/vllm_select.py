@@ -79,6 +79,8 @@ def _key(*tensors: Tensor) -> tuple[Any, ...]:
     """All that a launch takes from its tensors, and the stream that it goes to."""
     found: list[Any] = []
     for tensor in tensors:
+        if not hasattr(tensor, "data_ptr"):
+            raise ArgumentError(f"{checks.show(tensor)} is given where a CUDA tensor belongs")
         found += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     device = tensors[0].device
     return (*found, device, _stream(device))
@@ -93,7 +95,10 @@ def _stream(device: torch.device) -> int:
 
 
 def _find(key: tuple[Any, ...], make: Callable[[], _Call]) -> _Call:
-    found = _calls.get(key)
+    try:
+        found = _calls.get(key)
+    except TypeError:  # a number that has no hash: the checks say whether it is one
+        return make()
     if found is None:
         made = make()
         if len(_calls) >= _KEPT:

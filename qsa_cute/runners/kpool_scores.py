@@ -231,6 +231,12 @@ class PoolSelectParams:
         rows = checks.integer("num_rows", self.num_rows, 0)
         longest = checks.integer("max_seq_len", self.max_seq_len, 0, checks.INT32_MAX // 2)
         next_n = checks.integer("next_n", self.next_n, 0, MAX_NEXT_N)
+        requests = checks.integer("num_requests", self.num_requests, 0)
+        if next_n and (rows % next_n or rows // next_n > requests):
+            raise ArgumentError(
+                f"block_table has {requests} requests, which have {next_n * requests} rows at next_n {next_n}; q has "
+                f"{rows} rows"
+            )
         reach = checks.integer("max_pages", self.max_pages, 0) * checks.integer("page_size", self.page_size, 1) * POOL
         if rows and longest // POOL * POOL > reach:
             raise ArgumentError(

@@ -432,7 +432,7 @@ class MetraleRunner:
             reason = f"index head dim {checks.show(index_hd)}; the kernels take a multiple of 8 up to {MAX_VECTOR}"
             return Support.no(SupportCode.HEAD_DIM, reason)
         if tensor_cores and (heads, dim) != (geometry.INDEX_HEADS, geometry.INDEX_HEAD_DIM):
-            reason = f"{heads} index heads of {dim} on the tensor cores; qsa_score_rows_tc takes 4 of 128"
+            reason = f"{checks.show(heads)} index heads of {dim} on the tensor cores; qsa_score_rows_tc takes 4 of 128"
             return Support.no(SupportCode.HEAD_DIM, reason)
         return dispatch.attention_support(ATTENTION, nq, nkv, hd, sm_version, dtype)
 

@@ -101,8 +101,10 @@ class PagedAttentionRunner:
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
         clusters = _has_clusters(loader, -1 if device is None else device)
         each = [_wanted(name, dim, cache_dtype) for name in ((CLUSTER, ROWS) if clusters else (ROWS,)) for dim in dims]
-        if clusters and checks.dtype_name(cache_dtype) == "bf16":
-            each += [one for dim in dims for one in _shared_wanted(dim)]
+        if clusters and checks.dtype_name(cache_dtype) == "bf16":  # `run` does without where the store has none
+            place = dispatch.ordinal(loader, device)
+            shared = (one for dim in dims for one in _shared_wanted(dim))
+            each += [one for one in shared if loader.missing_reason(one, place) is None]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
     @staticmethod

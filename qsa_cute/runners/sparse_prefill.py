@@ -122,6 +122,11 @@ class SparsePrefillParams:
             raise ArgumentError(f"index_kind is {self.index_kind!r} with algorithm {ROWS!r}; that takes 'padded' lists")
         if needed and not self.workspace:
             raise ArgumentError("workspace is null; the union needs the bytes that workspace_size says")
+        if needed and not union.apart(self):
+            raise ArgumentError(
+                "k or v has stride 0 between its tokens or heads; the union copies by tensor maps, which take a tensor "
+                f"that is not expanded; use padded lists and algorithm {ROWS!r}"
+            )
         if needed and not union.fits(self):
             raise ArgumentError(
                 f"kv_seq_len is {self.kv_seq_len} with {self.group_size} heads a group; the union's bitmaps would take "

@@ -173,7 +173,8 @@ class Binder:
 
 def current_stream(device: int, *tensors: Any) -> int:
     """Torch's current stream on the device where the tensors are torch's, else the legacy default stream (0)."""
-    if not any(type(tensor).__module__.partition(".")[0] == "torch" for tensor in tensors):
+    kinds = (base for tensor in tensors for base in type(tensor).__mro__)  # a subclass may be somebody else's
+    if not any(kind.__module__.partition(".")[0] == "torch" for kind in kinds):
         return 0
     import torch
 

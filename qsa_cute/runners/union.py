@@ -51,9 +51,15 @@ def shared_memory(p: Any) -> int:
     return union_layout.prepare_smem_bytes(p.group_size, p.kv_seq_len, sizes["max_chunks"], sizes["tile"])
 
 
+def apart(p: Any) -> bool:
+    """Whether tokens and heads of K and V lie apart: an expanded tensor has no tensor map."""
+    sizes = {"row": p.kv_seq_len, "head": p.num_kv_heads}
+    return all(getattr(p, f"{plane}_stride_{dim}") or sizes[dim] <= 1 for plane in "kv" for dim in sizes)
+
+
 def fits(p: Any) -> bool:
     """Whether the kernels take these parameters: a long context with small groups outgrows the bitmaps."""
-    return p.kv_seq_len > 0 and shared_memory(p) <= union_layout.MAX_SMEM_BYTES
+    return p.kv_seq_len > 0 and apart(p) and shared_memory(p) <= union_layout.MAX_SMEM_BYTES
 
 
 def workspace(p: Any) -> Workspace:

@@ -135,7 +135,9 @@ class Loader:
         key = (id(wanted), 0 if error else context, device)
         found = self._peeked.get(key)
         if found is None:
-            found = self._peeked[key] = (self.kernel(wanted, device, stream), wanted)
+            found = (self.kernel(wanted, device, stream), wanted)
+            error, context = self._context_id(None)  # the first time of all it was not asked yet
+            self._peeked[id(wanted), 0 if error else context, device] = found
         return found[0]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import struct
+import weakref
 
 import pytest
 import torch
@@ -186,6 +187,12 @@ def test_a_selection_refuses_what_does_not_fit():
         PoolSelectParams(**SELECT, workspace_bytes=99)
     with pytest.raises(ArgumentError, match=r"block_table has 30 pages a request, which hold 7680 tokens"):
         PoolSelectParams(**SELECT | {"max_seq_len": 7684})
+    few = SELECT | {"num_rows": 64, "num_requests": 4, "next_n": 1}
+    with pytest.raises(ArgumentError, match=r"block_table has 4 requests, which have 4 rows at next_n 1; .* 64 rows"):
+        PoolSelectParams(**few)
+    with pytest.raises(ArgumentError, match=r"block_table has 4 requests"):
+        PoolSelectParams(**few | {"max_seq_len": 2000, "workspace": 0})
+    assert PoolSelectParams(**few | {"num_rows": 3}).launches, "a longer table is a padded batch's"
     assert PoolSelectParams(**SELECT | {"num_rows": 0}).launches == ()
 
 
@@ -291,3 +298,49 @@ def test_the_hosts_functions_refuse_before_they_launch():
 def test_all_of_the_selections_constants_agree():
     assert kpool_scores.WIDTH == 2051
     assert kpool.POOL_SIZES == (2, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["compress", "seed", "decode"])
+def test_copies_of_strided_tensors_live_until_the_launch(monkeypatch, name):
+    """What is freed before the launch may be another's when the kernel reads it."""
+    alive = []
+
+    class Stub:
+        def __init__(self, tensors):
+            self.given = [weakref.ref(one) for one in tensors if isinstance(one, torch.Tensor)]
+
+        @classmethod
+        def from_tensors(cls, *tensors, **more):
+            return cls((*tensors, *more.values()))
+
+        def run(self):
+            alive.extend(one() is not None for one in self.given)
+
+    for launch in ("CompressWrite", "SeedTail", "DecodeUpdate"):
+        monkeypatch.setattr(host, launch, Stub)
+    strided = torch.zeros(3, 4, 128, 2, dtype=torch.bfloat16)[..., 0]
+    numbers = torch.zeros(3, 4, 2, dtype=torch.int32)[..., 0]
+    ape = torch.zeros(128, 4).t()
+    cache, tail = torch.zeros(2, 64, 132, dtype=torch.uint8), torch.zeros(5, 2, 4, 128, dtype=torch.bfloat16)
+    if name == "compress":
+        mask = torch.zeros(3, 2, dtype=torch.bool)[:, 0]
+        host.kpool_compress_and_write_cache(cache, strided, strided, ape, numbers[:, 0], 4, write_mask=mask)
+    elif name == "seed":
+        host.kpool_seed_tail_cache(tail, strided[0], strided[0], numbers[0], 4)
+    else:
+        host.kpool_decode_update_and_maybe_write_cache_batched(
+            cache, tail, numbers, strided, strided, ape, numbers, numbers, 4
+        )
+    assert alive
+    assert all(alive)
+
+
+@pytest.mark.parametrize("pool_size", [0, -9, None])
+def test_a_pool_that_is_none_is_named(pool_size):
+    ids, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="pool_size is"):
+        host.expand_pools_and_append_tail(ids, lengths, pool_size)
+    with pytest.raises(ArgumentError, match="pool_size is"):
+        host.append_tail_to_topk(ids, lengths, lengths, pool_size)
+    with pytest.raises(ArgumentError, match="multiple of pool_size"):
+        host.expand_pools_to_tokens(ids, ids, 16, pool_size)

@@ -300,3 +300,7 @@ def test_preflight_loads_every_kernel(monkeypatch):
     assert {one.dtype for one in loader if one.kernel != "metrale_gather"} == {"fp16"}
     with pytest.raises(ArgumentError, match="static"):
         runners.MetraleRunner()
+
+
+def test_a_question_of_any_number_never_raises():
+    assert not host.can_implement(24, 2, 256, 90, "bf16", n_heads=10**5000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from qsa_cute.reference.paged import sparse_paged_attention
 from qsa_cute.runners import paged_attention as runner
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
 from qsa_cute.runners.paged_places import divisor
+from qsa_cute.runners.tensors import current_stream
 
 PARAMS = {
     "q_ptr": 64 * MiB,
@@ -392,3 +394,41 @@ def test_the_reference_reads_nothing_that_is_not_named() -> None:
     ids[0, -1] = 0
     nan = torch.full((1, 1, 8), torch.nan)
     assert (sparse_paged_attention(q, k, k, ids, table, requests, gate=nan) == 0).all()
+
+
+def test_the_warm_up_and_the_call_name_what_is_no_cuda_tensor() -> None:
+    cache = torch.zeros(2, 2, 16, 512, dtype=torch.bfloat16)
+    for found, says in ((cache, "kv_cache is on cpu; it takes a CUDA tensor"), (None, "kv_cache is None")):
+        with pytest.raises(ArgumentError, match=says):
+            host.warmup_qsa_sparse_paged_attention(found, None, num_query_heads=24, selection_width=2051)
+    with pytest.raises(ArgumentError, match=r"it takes \[pages, kv_heads, page_size, 2 \* head_dim\]"):
+        host.warmup_qsa_sparse_paged_attention(cache[..., :511], None, num_query_heads=24, selection_width=2051)
+    with pytest.raises(ArgumentError, match="q is None; it takes a CUDA tensor"):
+        host.qsa_sparse_paged_attention(None, cache, cache, cache, cache, cache, False, output_gate=cache)
+
+
+def test_a_subclass_of_torchs_tensor_runs_on_torchs_stream(monkeypatch) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77 + device))
+    assert current_stream(1, torch.zeros(1)) == current_stream(1, torch.zeros(1).as_subclass(Mine)) == 78
+    assert current_stream(1, FakeTensor(1)) == 0
+
+
+def test_preflight_needs_no_more_than_a_run(monkeypatch) -> None:
+    """A store may have the kernels of "rows" and "cluster" alone: `run` then does without "shared"."""
+    loaded = []
+    driver = SimpleNamespace(current_context=lambda: 1, current_device=lambda: 0, capability=lambda _: (9, 0))
+    loader = SimpleNamespace(
+        driver=driver,
+        missing_reason=lambda wanted, _: "not built" if "union" in wanted.kernel else None,
+        kernel=lambda wanted, *_: loaded.append(wanted.kernel),
+    )
+    monkeypatch.setattr(runner, "default_loader", lambda: loader)
+    monkeypatch.setattr(runner.dispatch, "_capabilities", {})
+    PagedAttentionRunner.preflight("bf16", device=0, head_dim=256)
+    assert loaded == ["paged_attention_cluster", "paged_attention"]
+    loader.missing_reason = lambda *_: None
+    PagedAttentionRunner.preflight("bf16", device=0, head_dim=256)
+    assert len(loaded) == 7

@@ -472,3 +472,14 @@ def test_reference_lists_are_the_formula():
         length = int(positions[row]) + 1
         want += range(length // 4 * 4, length)
         assert found[row].tolist() == want + [-1] * (2051 - len(want)) + [len(want)]
+
+
+def test_what_is_no_tensor_or_no_number_is_refused_as_an_argument():
+    q, rows, table = torch.zeros(2, 4, 128), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    out = torch.zeros(2, 512, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="None is given where a CUDA tensor belongs"):
+        host.qsa_select_paged_decode(q, None, table, rows, 2048, 4, 1, out)
+    with pytest.raises(ArgumentError, match=r"\[0, 1\] is given"):
+        host.expand_qsa_block_indices(out, [0, 1], rows, 4, 2048, torch.zeros(2, 2052, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match=r"token_topk is \[2048\]"):
+        host.expand_qsa_block_indices(out, rows, rows, 4, [2048], torch.zeros(2, 2052, dtype=torch.int32))

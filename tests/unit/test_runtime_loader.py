@@ -12,6 +12,7 @@ from runtime_fakes import PARAMS, FakeDriver, write_set
 
 from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, DriverError
 from qsa_cute.runtime import Loader, Wanted
+from qsa_cute.runtime.launch import ForeignKernel
 
 DECODE = Wanted("sparse_decode", 256, "bf16")
 MEND = "python build_cutedsl.py build --gpu-arch sm_90a"
@@ -103,6 +104,14 @@ class TestWhere:
         assert kernel.device == 0
         assert ("get_function", kernel.record.symbol, 100) in driver.calls
         assert driver.current_context() == 0
+
+    def test_the_first_peek_is_not_taken_for_one_without_a_context(self, loader, driver):
+        kernel = loader.peek(DECODE)
+        driver.set_current(0)  # as on another thread
+        assert loader.peek(DECODE) is not kernel
+        assert isinstance(loader.peek(DECODE), ForeignKernel)
+        driver.set_current(1)
+        assert loader.peek(DECODE) is kernel
 
     def test_a_primary_context_is_retained_once(self, loader, driver):
         loader.kernel(DECODE, device=1)

@@ -222,6 +222,15 @@ class TestSharedGather:
         OPS.sparse_prefill(*inputs)
         assert launches.names == ["sparse_prefill"]
 
+    def test_expanded_keys_and_the_callers_own(self, launches) -> None:
+        inputs = self.inputs(200)
+        inputs[1] = inputs[1][:, :, :1].expand(-1, -1, 2, -1)
+        size = SparsePrefillRunner.workspace_size(1, 200, 300, 24, 2, 256, 64).size
+        memory = torch.empty(size + 256, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 256 :][:size]
+        OPS.sparse_prefill_out(*inputs, out=torch.empty_like(inputs[0]), workspace=memory)
+        assert launches.names == ["sparse_prefill"]
+
     def test_where_the_kernels_are_not_built(self, launches, monkeypatch) -> None:
         loader = sparse_prefill.default_loader()
         monkeypatch.setattr(loader, "missing_reason", lambda wanted, _: wanted.kernel == "union_rows" or None)

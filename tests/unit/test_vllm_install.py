@@ -245,3 +245,27 @@ def test_the_docs_table_has_every_environment_variable():
     code = [path.read_text() for path in (root / "qsa_cute").rglob("*.py")]
     ours = {name for each in code for name in re.findall(r"\"(QSA_CUTE_[A-Z_]+|VLLM_[A-Z_]+)\"", each)}
     assert sorted(ours) == sorted(documented)
+
+
+def test_what_is_remembered_is_bounded_and_needs_no_hash():
+    def ours(q, longest, scale=None):
+        ours.calls += 1
+        raise ArgumentError("no")
+
+    ours.calls = 0
+    call = host._guarded("select", lambda q, longest, scale=None: "vLLM", ours)
+    for longest in range(2 * host._REFUSED):
+        assert call(torch.zeros(1), longest) == "vLLM"
+    remembered = next(cell.cell_contents for cell in call.__closure__ if isinstance(cell.cell_contents, set))
+    assert len(remembered) <= host._REFUSED
+    assert call(torch.zeros(1), 0, [0.5]) == "vLLM"
+    assert call(torch.zeros(1), 0, scale=[0.5]) == "vLLM"
+
+
+def test_a_vllm_that_cannot_be_imported_for_another_reason(vllm, tmp_path, monkeypatch, caplog):
+    (tmp_path / "vllm/models/qwen4_exp/nvidia/ops/qsa.py").write_text("raise RuntimeError('no such platform')")
+    monkeypatch.delitem(sys.modules, f"{host.PACKAGE}.qsa")
+    importlib.invalidate_caches()
+    monkeypatch.setenv(host.ENVIRONMENT, "1")
+    host.plugin()
+    assert "does not import (no such platform)" in caplog.text
