@@ -9,6 +9,10 @@ class ArgumentError(QsaError, ValueError):
     """A caller's value is wrong: shape, type, device, stride, alignment or range. Nothing was launched."""
 
 
+class OverlapError(ArgumentError):
+    """An output shares memory with another tensor: where the tensors lie is wrong, not what they are."""
+
+
 class UnsupportedError(QsaError):
     """No kernel covers this shape, type or device; `can_implement` says so beforehand with the same reason."""
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, UnsupportedError
+from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, OverlapError, UnsupportedError
 
 _log = logging.getLogger("qsa_cute")
 
@@ -145,7 +145,7 @@ def _guarded(name: str, original: Callable[..., Any], ours: Callable[..., Any]) 
             return ours(*args, **kwargs)
         except _REFUSALS as error:
             reason = str(error)
-            if not isinstance(error, CaptureError):
+            if not isinstance(error, (CaptureError, OverlapError)):  # the same shape may do next time
                 _remember(refused, args, kwargs)
         if reason not in logged and len(logged) < _LOGGED:
             logged.add(reason)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from qsa_cute import geometry
-from qsa_cute.errors import ArgumentError
+from qsa_cute.errors import ArgumentError, OverlapError
 from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.variants import SMS
 
@@ -153,7 +153,7 @@ def disjoint(outputs: Iterable[Extent], others: Iterable[Extent]) -> None:
     for number, out in enumerate(outputs):
         for other in (*others, *outputs[number + 1 :]):
             if other.begin and out.begin < other.end and other.begin < out.end:
-                raise ArgumentError(
+                raise OverlapError(
                     f"{out.name} at [{out.begin:#x}, {out.end:#x}) overlaps {other.name} at [{other.begin:#x}, "
                     f"{other.end:#x}); an output takes memory of its own"
                 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, DriverError, UnsupportedError
+from qsa_cute.errors import ArgumentError, ArtifactError, CaptureError, DriverError, OverlapError, UnsupportedError
 from qsa_cute.hosts import vllm as host
 from qsa_cute.hosts import vllm_select
 
@@ -169,9 +169,10 @@ def test_a_refusal_goes_to_vllm_with_one_log_line(vllm, ours, caplog, kind):
     assert vllm["qsa_indexer"].calls == ["qsa_select_paged_decode"] * 4
 
 
-def test_first_use_under_capture_is_asked_again(vllm, ours):
+@pytest.mark.parametrize("error", [CaptureError("first use"), OverlapError("out overlaps q")])
+def test_what_may_pass_the_next_time_is_asked_again(vllm, ours, error):
     host.install()
-    ours.error = CaptureError("first use")
+    ours.error = error
     assert vllm["model"].select(*arguments()) == "vLLM qsa_select_paged_decode"
     ours.error = None
     assert vllm["model"].select(*arguments()) == "ours"
