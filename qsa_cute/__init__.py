@@ -34,6 +34,7 @@ _HOMES = {
     "Support": "qsa_cute.support",
     "SupportCode": "qsa_cute.support",
     "QsaError": "qsa_cute.errors",
+    "OverlapError": "qsa_cute.errors",
     "ArgumentError": "qsa_cute.errors",
     "ArtifactError": "qsa_cute.errors",
     "CaptureError": "qsa_cute.errors",
