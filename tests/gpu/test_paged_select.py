@@ -358,7 +358,7 @@ def test_expansion_of_other_widths():
 # vLLM's own functions.
 
 needs_vllm = pytest.mark.skipif(
-    not (PEERS / "peers.py").exists(), reason="vLLM's kernels are not in .peers/; see tools/fetch_peers.py"
+    not (PEERS / "peers.py").exists(), reason="vLLM's kernels are not in .peers/; see docs/performance.md"
 )
 
 
