@@ -43,21 +43,15 @@ def fixed_smem_bytes(group_size: int) -> int:
     return FIXED_BYTES + RECORDS * 8 + mask_rows(group_size) * 16 + PLACE_WORDS * 4
 
 
-def prepare_smem_bytes(group_size: int, pairs: int, context: int, known: bool, blocks_per_sm: int) -> int:
-    """Dynamic shared memory of a the pre-kernel launch, bytes; more than MAX_SMEM_BYTES means not launchable.
+def prepare_smem_bytes(group_size: int, context: int, blocks_per_sm: int) -> int:
+    """Dynamic shared memory of a launch of the pre-kernel, bytes; more than MAX_SMEM_BYTES means not launchable.
 
     All that so many blocks an SM can have, which also keeps more of them from sharing one while others idle. What does
     not fit takes turns, a row at a time at the least.
-
-    Args:
-        known: whether sequences are about as long as `context`, or that is only what the page table has room for.
     """
     fixed = fixed_smem_bytes(group_size)
     row = 4 * bitmap_words(context)
-    share = SM_SMEM_BYTES // blocks_per_sm - 1024
-    if known:  # one turn, if need be with fewer blocks an SM
-        share = min(MAX_SMEM_BYTES, max(share, fixed + (tile_rows(group_size, pairs) + PLANES) * row))
-    return max(fixed + (1 + PLANES) * row, share)
+    return max(fixed + (1 + PLANES) * row, SM_SMEM_BYTES // blocks_per_sm - 1024)
 
 
 def entry_shift(page_tokens: int) -> int:

@@ -21,6 +21,7 @@ from qsa_cute.runtime import Loader
 from qsa_cute.variants import KERNELS as REGISTRY
 
 PREPARE, MAIN, ROWS = KERNELS = ("paged_union_prepare", "paged_union_prefill", "paged_union_rows")
+TILE_REQUESTS = 2  # whose rows a tile may hold
 NUM_MAPS = 3  # tensor maps: K, V, and single tokens of V
 _MAP_WORDS = 32  # of a tensor map, in int32
 _BOX_COLUMNS = 64  # of one copy
@@ -87,44 +88,40 @@ _NAMES = tuple(name for name in PagedParams.__annotations__ if name not in ("str
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the union's kernels are asked for, whatever K and V look like.
+    """What the kernels are asked for, without addresses and strides.
 
     Attributes:
-        rows, batch: rows of a sequence, and sequences that have tiles of their own.
+        rows: of all requests; one sequence of tiles.
         blocks_per_row: that a row may select.
-        context: tokens that ids reach; `known`: whether sequences are about as long.
-        requests: whose rows a tile may hold.
-        pages, page_tokens: of K and V; dense ones are a page a sequence.
+        context: tokens that the page table has room for.
+        pages, page_tokens: of K and V.
     """
 
     rows: int
-    batch: int
     num_kv_heads: int
     group_size: int
     head_dim: int
     blocks_per_row: int
     context: int
-    known: bool
-    requests: int
     pages: int
     page_tokens: int
 
     @property
     def pairs(self) -> int:
-        return union_layout.tile_pairs(self.rows, self.batch, self.group_size, self.num_kv_heads, splits.SM_COUNT)
+        return union_layout.tile_pairs(self.rows, 1, self.group_size, self.num_kv_heads, splits.SM_COUNT)
 
     @property
     def max_union(self) -> int:
         """Blocks that a tile can want, however it is cut."""
         pairs = union_layout.most_pairs(self.group_size)
-        return layout.max_union(self.group_size, pairs, self.blocks_per_row, self.requests * self.context)
+        return layout.max_union(self.group_size, pairs, self.blocks_per_row, TILE_REQUESTS * self.context)
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that `union_prepare` takes a block."""
-        tiles = self.batch * union_layout.tiles_per_sequence(self.rows, self.group_size, self.pairs)
+        """Bytes that the pre-kernel takes a block."""
+        tiles = union_layout.tiles_per_sequence(self.rows, self.group_size, self.pairs)
         each = min(-(-tiles // splits.SM_COUNT), layout.PREPARE_BLOCKS)
-        return layout.prepare_smem_bytes(self.group_size, self.pairs, self.context, self.known, max(each, 1))
+        return layout.prepare_smem_bytes(self.group_size, self.context, max(each, 1))
 
     @property
     def fits(self) -> bool:
@@ -154,7 +151,7 @@ class Shape:
             "tile": tile,
             "tile_pairs": pairs,
             "tiles_per_sequence": per_sequence,
-            "num_tiles": per_sequence * self.batch,
+            "num_tiles": per_sequence,
             "mask_rows": union_layout.mask_rows(self.group_size),
             "max_chunks": layout.max_chunks(self.max_union, tile),
             "bitmap_words": bitmaps // 4,
@@ -165,7 +162,7 @@ class Shape:
     def _make_workspace(self) -> Workspace:
         tiles = self.sizes()["num_tiles"]
         pairs = union_layout.most_pairs(self.group_size)
-        rounds = union_layout.rounds(self.rows, self.batch, self.group_size, self.num_kv_heads, pairs, splits.SM_COUNT)
+        rounds = union_layout.rounds(self.rows, 1, self.group_size, self.num_kv_heads, pairs, splits.SM_COUNT)
         parts = self._parts(tiles)
         most = self._parts(rounds * splits.SM_COUNT // self.num_kv_heads)  # that many tiles take no more rounds
         return Workspace(max(parts.size, most.size), parts.alignment, parts.parts)
@@ -222,14 +219,11 @@ def shape(p: Any) -> Shape:
     """Of the parameters of a paged launch."""
     return Shape(
         rows=p.rows,
-        batch=1,
         num_kv_heads=p.num_kv_heads,
         group_size=p.group_size,
         head_dim=p.head_dim,
         blocks_per_row=layout.blocks_of(p.width),
         context=min(p.table_width * p.page_size, checks.INT32_MAX),
-        known=False,
-        requests=2,
         pages=p.num_pages,
         page_tokens=p.page_size,
     )
@@ -286,7 +280,7 @@ class PagedLaunches:
         self._smem = what.shared_memory
         self._tiles = values["num_tiles"]
         self._main_grid = min(splits.SM_COUNT, self._tiles * what.num_kv_heads)
-        self._rows_grid = min(2 * splits.SM_COUNT, what.batch * what.rows * what.num_kv_heads)
+        self._rows_grid = min(2 * splits.SM_COUNT, what.rows * what.num_kv_heads)
 
     def run(self, dtype: object, p: Any, loader: Loader) -> None:
         """In this order on one stream; each kernel waits for the one before by itself."""

@@ -155,10 +155,6 @@ def store_shared_f32(addr: Int32, value: Float32) -> None:
     cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def store_shared_f32x2(addr: Int32, v0: Float32, v1: Float32) -> None:
-    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
-
-
 def map_cluster(addr: Int32, rank: Int32) -> Int32:
     """The address, in the cluster's shared window, of `addr` in the block of that rank."""
     return cute.arch.inline_ptx(
