@@ -17,17 +17,29 @@ def most_pairs(group_size: int) -> int:
     return PAIRS if group_size > 1 else PAIRS // 2
 
 
+@functools.lru_cache(maxsize=1024)
+def fitting_pairs(group_size: int, blocks_per_row: int, context: int, tile: int) -> int:
+    """Pairs of the largest tile whose bitmaps `union_prepare` has shared memory for; 0 where none fits."""
+
+    def fits(pairs: int) -> bool:
+        chunks = max_chunks(group_size, blocks_per_row, context, tile, pairs)
+        return prepare_smem_bytes(group_size, context, chunks, tile, pairs) <= MAX_SMEM_BYTES
+
+    return next((pairs for pairs in range(most_pairs(group_size), 0, -PAIR_STEP) if fits(pairs)), 0)
+
+
 def rounds(rows: int, batch: int, group_size: int, num_kv_heads: int, pairs: int, processors: int) -> int:
     """How often each processor's turn comes when a tile has so many pairs."""
     return -(-batch * tiles_per_sequence(rows, group_size, pairs) * num_kv_heads // processors)
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_pairs(rows: int, batch: int, group_size: int, num_kv_heads: int, processors: int) -> int:
-    """Pairs of a tile: the fewest that take no more rounds than full tiles, since fewer rows have a smaller union."""
-    most = most_pairs(group_size)
+def tile_pairs(rows: int, batch: int, group_size: int, num_kv_heads: int, processors: int, most: int = 0) -> int:
+    """Pairs of a tile: the fewest that take no more rounds than tiles of `most` (0: full ones), since fewer rows have
+    a smaller union."""
+    most = most or most_pairs(group_size)
     enough = rounds(rows, batch, group_size, num_kv_heads, most, processors)
-    fewer = (pairs for pairs in range(LEAST_PAIRS, most, PAIR_STEP))
+    fewer = range(LEAST_PAIRS, most, PAIR_STEP)
     return next((n for n in fewer if rounds(rows, batch, group_size, num_kv_heads, n, processors) <= enough), most)
 
 
@@ -35,20 +47,20 @@ def tiles_per_sequence(rows: int, group_size: int, pairs: int) -> int:
     return -(-rows * group_size // pairs)
 
 
-def mask_rows(group_size: int) -> int:
-    """Most rows that 128 consecutive pairs touch, rounded up so that a chunk's words are whole 16 bytes."""
-    return ((PAIRS + group_size - 2) // group_size + 4) // 4 * 4
+def mask_rows(group_size: int, pairs: int = PAIRS) -> int:
+    """Most rows that so many consecutive pairs touch, rounded up so that a chunk's words are whole 16 bytes."""
+    return ((pairs + group_size - 2) // group_size + 4) // 4 * 4
 
 
-def max_chunks(group_size: int, blocks_per_row: int, context: int, tile: int) -> int:
+def max_chunks(group_size: int, blocks_per_row: int, context: int, tile: int, pairs: int = PAIRS) -> int:
     """Chunks that any tile can need whose rows select at most `blocks_per_row` blocks of a context of tokens."""
     blocks = tile // BLOCK_TOKENS
-    union = min(mask_rows(group_size) * blocks_per_row, (context + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
+    union = min(mask_rows(group_size, pairs) * blocks_per_row, (context + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     return (union + blocks - 1) // blocks + 1
 
 
-def prepare_smem_bytes(group_size: int, context: int, chunks: int, tile: int) -> int:
+def prepare_smem_bytes(group_size: int, context: int, chunks: int, tile: int, pairs: int = PAIRS) -> int:
     """Dynamic shared memory of a union_prepare launch, bytes; more than MAX_SMEM_BYTES means not launchable."""
     words = ((context + 127) // 128 + 3) // 4 * 4
-    rows = mask_rows(group_size)
+    rows = mask_rows(group_size, pairs)
     return FIXED_BYTES + (rows + 1) * words * 4 + rows * 16 + RECORDS * 8 + chunks * (tile // BLOCK_TOKENS) * 4

@@ -129,13 +129,10 @@ class SparsePrefillParams:
             )
         if needed and not union.fits(self):
             raise ArgumentError(
-                f"kv_seq_len is {self.kv_seq_len} with {self.group_size} heads a group; the union's bitmaps would take "
-                f"{union.shared_memory(self)} bytes of shared memory; use padded lists and algorithm {ROWS!r}"
+                f"kv_seq_len is {self.kv_seq_len}; the union's bitmaps of so many tokens do not fit in shared memory; "
+                f"use padded lists and algorithm {ROWS!r}"
             )
-        if needed:
-            return True
-        many = self.batch_size * self.seq_len >= union.LEAST_ROWS
-        return self.algorithm is None and self.workspace > 0 and many and union.fits(self)
+        return needed or (self.algorithm is None and self.workspace > 0 and union.pays(self))
 
     def _sizes(self) -> dict[str, Any]:
         q_heads, kv_heads = checks.heads(self.num_q_heads, self.num_kv_heads)

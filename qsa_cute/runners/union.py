@@ -22,6 +22,7 @@ KINDS = {"padded": 0, "counted": 1, "blocks": 2}
 # Rows from which on the union is taken: 512 rows take 77 us against the row kernel's 266 on an H200; below about 128
 # both take one wave.
 LEAST_ROWS = 128
+LEAST_TILE_ROWS = 4  # of a tile: a union costs about as much as three rows of the row kernel
 _MAP_WORDS = 32  # of a tensor map, in int32
 _BOX = (64, 1, geometry.BLOCK_TOKENS)  # columns, heads, tokens of one copy
 _TILES = {
@@ -29,26 +30,40 @@ _TILES = {
 }  # tokens a chunk, by head dim
 
 
+def _most_pairs(p: Any) -> int:
+    """Pairs of the largest tile that the context leaves room for, however many the rows are; 0 where there is none."""
+    return union_layout.fitting_pairs(p.group_size, _blocks_per_row(p), p.kv_seq_len, _TILES[p.head_dim])
+
+
+def _blocks_per_row(p: Any) -> int:
+    return int(p.top_k if p.index_kind == "blocks" else -(-p.top_k // geometry.BLOCK_TOKENS))
+
+
 def _sizes(p: Any) -> dict[str, int]:
     """How the rows of these parameters are cut in tiles, and a tile's union in chunks."""
+    most = _most_pairs(p) or union_layout.LEAST_PAIRS
+    pairs = union_layout.tile_pairs(p.seq_len, p.batch_size, p.group_size, p.num_kv_heads, splits.SM_COUNT, most)
+    return _cut(p, pairs)
+
+
+def _cut(p: Any, pairs: int) -> dict[str, int]:
     tile = _TILES[p.head_dim]
-    per_row = p.top_k if p.index_kind == "blocks" else -(-p.top_k // geometry.BLOCK_TOKENS)
-    pairs = union_layout.tile_pairs(p.seq_len, p.batch_size, p.group_size, p.num_kv_heads, splits.SM_COUNT)
     per_sequence = union_layout.tiles_per_sequence(p.seq_len, p.group_size, pairs)
     return {
         "tile": tile,
         "tile_pairs": pairs,
         "tiles_per_sequence": per_sequence,
         "num_tiles": per_sequence * p.batch_size,
-        "mask_rows": union_layout.mask_rows(p.group_size),
-        "max_chunks": union_layout.max_chunks(p.group_size, per_row, p.kv_seq_len, tile),
+        "mask_rows": union_layout.mask_rows(p.group_size, pairs),
+        "max_chunks": union_layout.max_chunks(p.group_size, _blocks_per_row(p), p.kv_seq_len, tile, pairs),
     }
 
 
 def shared_memory(p: Any) -> int:
     """Bytes that `union_prepare` takes a block."""
     sizes = _sizes(p)
-    return union_layout.prepare_smem_bytes(p.group_size, p.kv_seq_len, sizes["max_chunks"], sizes["tile"])
+    chunks, pairs = sizes["max_chunks"], sizes["tile_pairs"]
+    return union_layout.prepare_smem_bytes(p.group_size, p.kv_seq_len, chunks, sizes["tile"], pairs)
 
 
 def apart(p: Any) -> bool:
@@ -58,17 +73,22 @@ def apart(p: Any) -> bool:
 
 
 def fits(p: Any) -> bool:
-    """Whether the kernels take these parameters: a long context with small groups outgrows the bitmaps."""
-    return p.kv_seq_len > 0 and apart(p) and shared_memory(p) <= union_layout.MAX_SMEM_BYTES
+    """Whether the kernels take these parameters: contexts of millions of tokens outgrow the bitmaps."""
+    return p.kv_seq_len > 0 and apart(p) and _most_pairs(p) > 0
+
+
+def pays(p: Any) -> bool:
+    """Whether sharing is faster than going row by row: many rows, and more than a few of them a tile."""
+    many = p.batch_size * p.seq_len >= LEAST_ROWS
+    return many and fits(p) and _most_pairs(p) >= min(LEAST_TILE_ROWS * p.group_size, union_layout.LEAST_PAIRS)
 
 
 def workspace(p: Any) -> Workspace:
     """What the launches need between them; it may hold anything at entry. As much for fewer rows, or less."""
-    sizes = _sizes(p)
-    most = union_layout.most_pairs(p.group_size)
+    sizes, most = _sizes(p), _most_pairs(p) or union_layout.LEAST_PAIRS
     rounds = union_layout.rounds(p.seq_len, p.batch_size, p.group_size, p.num_kv_heads, most, splits.SM_COUNT)
     parts = _parts(p, sizes, sizes["num_tiles"])
-    largest = _parts(p, sizes, rounds * splits.SM_COUNT // p.num_kv_heads)  # so many tiles take no more rounds
+    largest = _parts(p, _cut(p, most), rounds * splits.SM_COUNT // p.num_kv_heads)  # so many take no more rounds
     return Workspace(max(parts.size, largest.size), parts.alignment, parts.parts)
 
 
@@ -80,6 +100,7 @@ def _parts(p: Any, sizes: dict[str, int], tiles: int) -> Workspace:
         ("union_entries", "i32", (tiles, chunks, sizes["tile"] // geometry.BLOCK_TOKENS)),
         ("union_masks", "i32", (tiles, chunks, rows)),
         ("union_first_masks", "i32", (tiles, geometry.BLOCK_TOKENS, rows)),
+        ("past_masks", "i32", (union_layout.PAIRS,)),  # pairs that a tile cut small lacks read there, and mask nothing
         ("row_path", "i32", (tiles, p.num_kv_heads)),
     )
 

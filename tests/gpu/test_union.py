@@ -278,6 +278,19 @@ def test_a_context_of_262144(kind) -> None:
     check_shared(shared(lengths=(262_144,), rows=30, top=512, rho=0.99), kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (3, 1), (6, 1)])
+def test_small_groups_of_a_long_context(group, kv_heads, kind) -> None:
+    """The bitmaps of a full tile's rows would not fit: tiles have fewer pairs, and fewer rows' masks."""
+    case = shared(group=group, kv_heads=kv_heads, lengths=(262_144, 4000), rows=60, top=512, rho=0.99)
+    most = union_layout.fitting_pairs(group, 512, 262_144, 80)
+    assert union_layout.mask_rows(group, most) < union_layout.mask_rows(group)
+    out, space = attend(case, kind)
+    check(case, out, space)
+    assert len(space.part("union_counts")) == 2 * -(-60 * group // most)
+    assert not space.rows_path().any(), "took the row path"
+
+
 @pytest.mark.parametrize("head_dim", [256, 128])
 def test_more_tiles_than_processors(head_dim) -> None:
     """Blocks go from tile to tile: the ring of one runs on into the next."""

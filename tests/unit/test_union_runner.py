@@ -13,8 +13,8 @@ from qsa_cute.runners import SparsePrefillRunner, dispatch, sparse_prefill, unio
 
 ROWS = {"batch_size": 1, "seq_len": 4096, "kv_seq_len": 8192}
 BASE = 1 << 45  # a workspace away from every tensor
-# One head a group: the bitmaps of 128 rows of so long a context are too much.
-WIDE = {"num_q_heads": 2, "kv_seq_len": 262144, "o_ptr": 1 << 40}
+# The bitmap of one row of so long a context is too much.
+WIDE = {"num_q_heads": 2, "kv_seq_len": 1 << 23, "o_ptr": 1 << 40, "v_ptr": 1 << 44}
 
 
 class Driver:
@@ -83,7 +83,7 @@ def test_when_it_is_taken(changes, shares) -> None:
         ({"index_kind": "counted"}, "workspace is null"),
         ({"index_kind": "blocks", "algorithm": "rows", "workspace": BASE}, "that takes 'padded' lists"),
         ({"workspace": BASE + 16}, "workspace is .* multiple of 256"),
-        ({"workspace": BASE, "algorithm": "union", **WIDE}, "bytes of shared memory"),
+        ({"workspace": BASE, "algorithm": "union", **WIDE}, "do not fit in shared memory"),
         ({"workspace": PREFILL["q_ptr"]}, "workspace at .* overlaps q"),
     ],
 )
@@ -142,4 +142,28 @@ def test_one_head_and_one_token_still_have_strides(use) -> None:
 def test_a_workspace_holds_fewer_rows_too() -> None:
     """Fewer rows may be cut in more and smaller tiles."""
     sizes = [SparsePrefillRunner.workspace_size(1, rows, 8192, 24, 2, 256, 2051).size for rows in range(1, 3000, 7)]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("kind", ["padded", "counted", "blocks"])
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 12, 16])
+def test_long_contexts_take_tiles_of_fewer_pairs(group, kind) -> None:
+    """Whatever the context, a launch asks for no more shared memory than there is, and its tiles' rows have masks."""
+    top = 512 if kind == "blocks" else 2051
+    for tokens in (8192, 131_072, 262_144, 1 << 20):
+        sizes = (1, 4096, tokens, 2 * group, 2, 256, top)
+        params = sparse_prefill._somewhere(*sizes, index_kind=kind)
+        found = union._sizes(params)
+        assert union.fits(params)
+        assert union.shared_memory(params) <= union_layout.MAX_SMEM_BYTES
+        pairs, rows = found["tile_pairs"], found["mask_rows"]
+        for start in range(0, 4096 * group, pairs):
+            assert (start + pairs - 1) // group - start // group < rows
+        assert union.pays(params) is (pairs >= min(4 * group, 32))
+
+
+@pytest.mark.parametrize(("group", "tokens"), [(1, 262_144), (3, 131_072), (12, 1 << 20), (12, 32_768)])
+def test_a_workspace_serves_fewer_rows(group, tokens) -> None:
+    shape = (tokens, 2 * group, 2, 256, 512, "blocks")
+    sizes = [SparsePrefillRunner.workspace_size(1, rows, *shape).size for rows in range(128, 3000, 61)]
     assert sizes == sorted(sizes)
