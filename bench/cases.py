@@ -27,7 +27,7 @@ from qsa_cute.geometry import (
 
 OURS = "ours"
 PROVIDER_NAMES = (
-    *(OURS, "ours_lists", "ours_rows", "ours_indexer", "ours_attention"),
+    *(OURS, "ours_lists", "ours_rows", "ours_indexer", "ours_attention", "ours_mma"),
     *("ours_scores", "vllm_scores"),  # without the top 512
     *("vllm", "sglang", "torch", "fa4"),
     *("bare", "triton"),  # of the host's cost

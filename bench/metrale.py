@@ -138,11 +138,12 @@ def rows_inputs(case: Case) -> tuple[Tensor, Tensor]:
     return q, _vectors(case, 1, case.ctx // BLOCK_TOKENS, INDEX_HEAD_DIM)[0]
 
 
-def score_rows(case: Case, given: tuple[Tensor, Tensor], tc: bool = False) -> Work:
+def score_rows(case: Case, given: tuple[Tensor, Tensor], algorithm: str = "") -> Work:
     q, keys = given
     first = case.ctx - case.rows
     scores = poisoned(case.rows, len(keys), like=q)
-    launch = (launches.ScoreRowsTc if tc else launches.ScoreRows)(
+    kind = functools.partial(launches.ScoreRowsTc, algorithm=algorithm) if algorithm else launches.ScoreRows
+    launch = kind(
         q=q.data_ptr(),
         block_keys=keys.data_ptr(),
         scores=scores.data_ptr(),

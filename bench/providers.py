@@ -71,7 +71,10 @@ PROVIDERS: Mapping[str, Mapping[str, Maker]] = {
     "metrale_qprep": {"ours": metrale.qprep},
     "metrale_score": {"ours": metrale.score},
     "metrale_score_rows": {"ours": metrale.score_rows},
-    "metrale_score_rows_tc": {"ours": functools.partial(metrale.score_rows, tc=True)},
+    "metrale_score_rows_tc": {
+        "ours": functools.partial(metrale.score_rows, algorithm="wgmma"),
+        "ours_mma": functools.partial(metrale.score_rows, algorithm="mma"),
+    },
     "metrale_gather": {"ours": metrale.gather},
     "metrale_prefill": {
         "ours": metrale.prefill,

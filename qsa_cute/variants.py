@@ -367,6 +367,12 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tensor_core="",
             ),
             _metrale("metrale_score_rows_tc", "score_rows_tc:ScoreRowsTc", tensor_core="HMMA"),
+            Kernel(
+                name="metrale_score_rows_tc_wgmma",
+                entry="qsa_cute.kernels.metrale.score_rows_tc_wgmma:ScoreRowsTcWgmma",
+                tuning=(Tuning({"groups": 2, "stages": 4}, ("sm_90a",), (geometry.INDEX_HEAD_DIM,)),),
+                tensor_core="HGMMA",
+            ),
             _metrale("metrale_gather", "gather:Gather", dtypes=("bf16",)),  # moves 16-bit elements of either type
             Kernel(
                 name="metrale_prefill_attn",

@@ -20,7 +20,7 @@ def main() -> None:
         operations.test_block_pool(dtype, 5, 20, 6, 1.0, 0)
         operations.test_qprep_rows(dtype, 4, 132, 132, 1e4, 9)
         operations.test_score(dtype, 33)
-        for tc in (False, True):
+        for tc in ("", "mma", "wgmma"):
             operations.test_score_rows(tc, dtype, 17, 1000, 4, 254, 260)
             operations.test_score_rows(tc, dtype, 33, 997, 4, 300, 301)
         operations.test_gather(dtype, 48, 1, 128)

@@ -12,6 +12,7 @@ from qsa_cute.hosts import metrale as host
 from qsa_cute.reference import indexer as indexer_reference
 from qsa_cute.reference import metrale as reference
 from qsa_cute.runners import indexer_launch
+from qsa_cute.runners.metrale import ScoreRowsTc
 
 TYPES = pytest.mark.parametrize("dtype", DTYPES)
 THETA, EPS = 1.0e7, 1.0e-6
@@ -149,7 +150,10 @@ def test_norms_are_the_indexers(dtype):
     assert torch.equal(bits(q_ours.to(kind)[..., 64:]), bits(queries.view(64, 4, 128)[..., 64:]))
 
 
-# Scores.
+# Scores. "wgmma" is what the host's function takes on the H200.
+
+TC_FIELDS = ["q", "block_keys", "scores", "rows", "n_blocks_max", "first_pos", "score_stride", "ratio", "stream"]
+KERNELS = pytest.mark.parametrize("tc", ["", "mma", "wgmma"], ids=["exact", "mma", "wgmma"])
 
 
 def queries_and_keys(dtype: str, rows: int, blocks: int, heads: int = 4, hd: int = 128, seed: int = 0):
@@ -168,7 +172,7 @@ def score(q: Tensor, keys: Tensor, dtype: str, blocks: int | None = None) -> Ten
 
 
 def score_rows(
-    q: Tensor, keys: Tensor, dtype: str, first_pos: int, ratio: int, blocks: int, stride: int = 0, tc: bool = False
+    q: Tensor, keys: Tensor, dtype: str, first_pos: int, ratio: int, blocks: int, stride: int = 0, tc: str = ""
 ) -> Tensor:
     """Scores [rows, blocks]; columns up to the stride must stay as they were."""
     rows, heads, hd = q.shape
@@ -176,7 +180,10 @@ def score_rows(
     out = Guarded(rows, stride, dtype=torch.float32)
     pointers = q.data_ptr(), keys.data_ptr(), out.tensor.data_ptr()
     sizes = rows, blocks, first_pos, stride, ratio
-    if tc:
+    if tc == "mma":
+        fields = dict(zip(TC_FIELDS, (*pointers, *sizes, stream()), strict=True))
+        ScoreRowsTc(**fields, algorithm="mma").run(dtype)
+    elif tc:
         host.qsa_score_rows_tc(*pointers, *sizes, stream(), dtype=dtype)
     else:
         host.qsa_score_rows(*pointers, *sizes, heads, hd, stream(), dtype=dtype)
@@ -227,7 +234,7 @@ ROWS = pytest.mark.parametrize(
 
 @TYPES
 @ROWS
-@pytest.mark.parametrize("tc", [False, True], ids=["exact", "tc"])
+@KERNELS
 def test_score_rows(tc, dtype, rows, first_pos, ratio, blocks, stride):
     q, keys = queries_and_keys(dtype, rows, blocks)
     keys[(first_pos + rows) // ratio :] = NAN  # seen by no row
@@ -236,7 +243,7 @@ def test_score_rows(tc, dtype, rows, first_pos, ratio, blocks, stride):
     assert torch.equal(bits(found), bits(score_rows(q, keys, dtype, first_pos, ratio, blocks, stride, tc)))
 
 
-@pytest.mark.parametrize("tc", [False, True], ids=["exact", "tc"])
+@KERNELS
 def test_a_key_that_a_row_does_not_see_does_not_reach_it(tc):
     """Row r sees r + 1 blocks at ratio 1; the last block is NaN, and only the last row may show it (as 0)."""
     q, keys = queries_and_keys("bf16", 40, 40)
@@ -278,7 +285,8 @@ def cancelling(dtype: str, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 @TYPES
-def test_two_terms_keep_the_selection(dtype):
+@pytest.mark.parametrize("tc", ["mma", "wgmma"])
+def test_two_terms_keep_the_selection(tc, dtype):
     rows, blocks, top = 24, 4096, 512
     q, keys = cancelling(dtype, rows, blocks)
     first_pos = 4 * blocks
@@ -288,7 +296,7 @@ def test_two_terms_keep_the_selection(dtype):
         return members.scatter_(1, scores.topk(top).indices, True)
 
     exact = score_rows(q, keys, dtype, first_pos, 4, blocks)
-    two = score_rows(q, keys, dtype, first_pos, 4, blocks, tc=True)
+    two = score_rows(q, keys, dtype, first_pos, 4, blocks, tc=tc)
     one = reference.score_rows(q.to(DTYPES[dtype]), keys, first_pos, 4)
     want = reference.score_rows(q, keys, first_pos, 4)
     kth = want.topk(top).values[:, -1:]
@@ -316,7 +324,7 @@ def test_offsets_past_2_31():
         check_scores(view, want, atol=2e-4)
 
 
-@pytest.mark.parametrize("tc", [False, True], ids=["exact", "tc"])
+@KERNELS
 def test_more_rows_than_a_grid_is_high(tc):
     rows = 70_001
     q, keys = queries_and_keys("bf16", rows, 9)

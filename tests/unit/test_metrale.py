@@ -73,6 +73,7 @@ def launches(monkeypatch) -> Launches:
     made = Launches()
     for module in (runners, indexer_launch):
         monkeypatch.setattr(module, "default_loader", lambda: made)
+    monkeypatch.setattr(runners.dispatch, "capability", lambda loader, device: (9, 0) if device == 1 else (12, 0))
     return made
 
 
@@ -204,6 +205,16 @@ def test_an_unknown_type_is_refused(name, launches):
     assert not launches
 
 
+def test_scores_take_the_kernel_of_the_device(launches):
+    for device in (0, 1):
+        call("qsa_score_rows_tc", rows=100, device=device)
+    (mma, *_), (wgmma, *_) = launches
+    assert (mma.kernel, wgmma.kernel) == ("metrale_score_rows_tc", "metrale_score_rows_tc_wgmma")
+    assert [grid[0] for _, _, grid, _ in launches] == [4, 2]
+    with pytest.raises(ArgumentError, match="algorithm"):
+        runners.ScoreRowsTc(**arguments("qsa_score_rows_tc"), algorithm="cuda")
+
+
 def test_an_index_is_an_address(launches):
     class Pointer:
         def __index__(self):
@@ -295,8 +306,12 @@ def test_preflight_loads_every_kernel(monkeypatch):
 
     loader = Loader()
     monkeypatch.setattr(runners, "default_loader", lambda: loader)
-    host.preflight("fp16", device=0)
-    assert [one.kernel for one in loader] == [*runners.KERNELS, "metrale_gather", *["metrale_prefill_attn"] * 2]
+    for capability, scores in (((9, 0), "metrale_score_rows_tc_wgmma"), ((8, 9), "metrale_score_rows_tc")):
+        monkeypatch.setattr(runners.dispatch, "capability", lambda loader, device, found=capability: found)
+        loader.clear()
+        host.preflight("fp16", device=0)
+        rest = ["metrale_gather", *["metrale_prefill_attn"] * 2]
+        assert [one.kernel for one in loader] == [*runners.KERNELS, scores, *rest]
     assert {one.dtype for one in loader if one.kernel != "metrale_gather"} == {"fp16"}
     with pytest.raises(ArgumentError, match="static"):
         runners.MetraleRunner()

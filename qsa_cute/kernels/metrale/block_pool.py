@@ -20,13 +20,12 @@ from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 from qsa_cute.kernels.metrale.vectors import (
-    FREQUENCY_BYTES,
     LANE_DIMS,
     PIECE,
-    ROW_BYTES,
     WARPS,
     VectorNorm,
     divide,
+    frequency_bytes,
     store_shared_f32x4,
 )
 
@@ -86,7 +85,7 @@ class BlockPool(VectorNorm):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
-        row = smem + FREQUENCY_BYTES + warp * ROW_BYTES
+        row = smem + frequency_bytes(rot) + warp * hd * 4
         self.frequencies(smem, rope_step, rot, tid)
         early.begin()
         for new in cutlass.range(group * WARPS + warp, n_new, groups * WARPS, unroll=1):

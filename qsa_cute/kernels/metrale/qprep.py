@@ -21,12 +21,11 @@ from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 from qsa_cute.kernels.metrale.vectors import (
-    FREQUENCY_BYTES,
     LANE_DIMS,
     PIECE,
-    ROW_BYTES,
     WARPS,
     VectorNorm,
+    frequency_bytes,
     store_shared_f32x4,
 )
 
@@ -89,7 +88,7 @@ class QueryPrep(VectorNorm):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
-        buffer = smem + FREQUENCY_BYTES + warp * ROW_BYTES
+        buffer = smem + frequency_bytes(rot) + warp * hd * 4
         self.frequencies(smem, rope_step, rot, tid)
         early.begin()
         for vector in cutlass.range(group * WARPS + warp, rows * n_heads, groups * WARPS, unroll=1):

@@ -71,6 +71,62 @@ class MaskedTile(RowTile):
                     ops.store_global_f32(at + i * 4, values[i] if column + i < limit else -Float32.inf)
 
 
+@cute.jit
+def locate(
+    index: Int32,
+    tile_rows: cutlass.Constexpr[int],
+    q: Int64,
+    block_keys: Int64,
+    scores: Int64,
+    rows: Int32,
+    n_blocks_max: Int32,
+    first_pos: Int32,
+    ratio: Int32,
+    score_stride: Int64,
+):
+    """The `index`-th tile of `tile_rows` rows."""
+    row = index * tile_rows
+    live = cutlass.min(rows - row, Int32(tile_rows))
+    return MaskedTile(
+        q + Int64(row) * QUERY_BYTES,
+        block_keys,
+        scores + Int64(row) * score_stride * 4,
+        score_stride * 4,
+        Int32(0),
+        live,
+        live,
+        first_pos + row,
+        n_blocks_max,
+        ratio,
+    )
+
+
+@cute.jit
+def split_query(dtype: cutlass.Constexpr[str], tile: MaskedTile, row: Int32, head: Int32, chunk: Int32):
+    """8 dims of a query head as the words of its two terms; zeros, unread, of a row that sees nothing."""
+    live = tile.visible(row) > 0
+    source = tile.q + Int64(row if live else Int32(0)) * QUERY_BYTES + Int64(head * (2 * ROW_BYTES) + chunk * 32)
+    x = load_global_f32x4(source) + load_global_f32x4(source + 16)
+    high, low = [], []
+    for pair in cutlass.range_constexpr(4):
+        a = x[2 * pair] if live else Float32(0.0)
+        b = x[2 * pair + 1] if live else Float32(0.0)
+        word = ops.pack_2(dtype, a, b)
+        kept = rn.unpack_2(dtype, word)
+        high = high + [word]
+        low = low + [ops.pack_2(dtype, a - kept[0], b - kept[1])]
+    return tuple(high), tuple(low)
+
+
+@cute.jit
+def mask_rest(tile: MaskedTile, begin: Int32, end: Int32, tid: Int32, threads: cutlass.Constexpr[int]):
+    """Columns [begin, end) of the tile's rows to -inf."""
+    for row in cutlass.range(tile.last, unroll=1):
+        at = tile.logits + Int64(row) * tile.stride
+        for column in cutlass.range(begin + tid, end, threads, unroll=1):
+            ops.store_global_f32(at + Int64(column) * 4, -Float32.inf)
+
+
 class ScoreRowsTc(ScoresPrefill):
     def __init__(self, head_dim: int, dtype: str):
         super().__init__(head_dim, dtype)
@@ -117,19 +173,17 @@ class ScoreRowsTc(ScoresPrefill):
         index, split, _ = cute.arch.block_idx()
         _, splits, _ = cute.arch.grid_dim()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
-        row = index * self.rows
-        live = cutlass.min(rows - row, Int32(self.rows))
-        tile = MaskedTile(
-            q.toint() + Int64(row) * QUERY_BYTES,
+        tile = locate(
+            index,
+            self.rows,
+            q.toint(),
             block_keys.toint(),
-            scores.toint() + Int64(row) * score_stride * 4,
-            score_stride * 4,
-            Int32(0),
-            live,
-            live,
-            first_pos + row,
+            scores.toint(),
+            rows,
             n_blocks_max,
+            first_pos,
             ratio,
+            score_stride,
         )
         begin, end, steps = self.columns(tile, split, splits)
         if steps > 0:
@@ -147,7 +201,7 @@ class ScoreRowsTc(ScoresPrefill):
                 slot = smem + self.k_offset + (i % self.stages) * (TILE * ROW_BYTES)
                 self.score_terms(smem, slot, tile, column, tid)
                 cute.arch.sync_threads()
-        self.mask(tile, begin + steps * TILE, end, tid, self.threads)
+        mask_rest(tile, begin + steps * TILE, end, tid, self.threads)
 
     @cute.jit
     def split_queries(self, sQ: Int32, tile: MaskedTile, tid: Int32):
@@ -157,19 +211,7 @@ class ScoreRowsTc(ScoresPrefill):
         for i in cutlass.range_constexpr(self.rows * INDEX_HEADS // 8):
             linear = 8 * i + lane_row
             at = q_rows(8 * i, lane_row)
-            high = [Int32(0)] * 4
-            low = [Int32(0)] * 4
-            row = linear // INDEX_HEADS
-            live = tile.visible(row) > 0
-            source = tile.q + Int64(row if live else Int32(0)) * QUERY_BYTES
-            source = source + Int64((linear % INDEX_HEADS) * (2 * ROW_BYTES) + chunk * 32)
-            x = load_global_f32x4(source) + load_global_f32x4(source + 16)
-            for pair in cutlass.range_constexpr(4):
-                a = x[2 * pair] if live else Float32(0.0)
-                b = x[2 * pair + 1] if live else Float32(0.0)
-                high[pair] = ops.pack_2(self.dtype, a, b)
-                kept = rn.unpack_2(self.dtype, high[pair])
-                low[pair] = ops.pack_2(self.dtype, a - kept[0], b - kept[1])
+            high, low = split_query(self.dtype, tile, linear // INDEX_HEADS, linear % INDEX_HEADS, chunk)
             dst = sQ + at * ROW_BYTES + (chunk ^ (at % 8)) * 16
             store_shared_i32x4(dst, high)
             store_shared_i32x4(dst + self.term, low)
@@ -212,11 +254,3 @@ class ScoreRowsTc(ScoresPrefill):
             else:
                 at = tile.logits + Int64(row + 4 * j) * tile.stride + Int64(block) * 4
                 ops.store_global_f32x4(at, (values[0], values[1], values[2], values[3]))
-
-    @cute.jit
-    def mask(self, tile: MaskedTile, begin: Int32, end: Int32, tid: Int32, threads: cutlass.Constexpr[int]):
-        """Columns [begin, end) of the tile's rows to -inf."""
-        for row in cutlass.range(tile.last, unroll=1):
-            at = tile.logits + Int64(row) * tile.stride
-            for column in cutlass.range(begin + tid, end, threads, unroll=1):
-                ops.store_global_f32(at + Int64(column) * 4, -Float32.inf)

@@ -6,7 +6,8 @@ rounding alone is 0.03 rad. Here a frequency is a fraction of a turn in 64 fixed
 position drops whole turns by itself, exactly, and what is left is within 2^-30 of a turn, at any position and on any
 SM, without FP64. `rope_step` is theta^(-2 / rot) in the same form; frequency i is its i-th power over 2 pi.
 
-Shared memory of a block: frequencies (8 bytes each), then one FP32 row a warp.
+Shared memory of a block: frequencies (8 bytes each), then one FP32 row a warp. A launch asks for what its hd and rot
+take (`frequency_bytes(rot)` + 4 hd a warp), so that short vectors leave room for all the warps that an SM holds.
 """
 
 import cutlass
@@ -20,10 +21,13 @@ MAX_HEAD_DIM = 1024  # 32 lanes of 4 dims, 8 times
 LANE_DIMS = 4  # consecutive dims a lane loads at a time
 PIECE = 32 * LANE_DIMS
 WARPS = 4
-ROW_BYTES = MAX_HEAD_DIM * 4
-FREQUENCY_BYTES = MAX_HEAD_DIM // 2 * 8
 INVERSE_TURN = 0x28BE60DB9391054A  # 2^64 / (2 pi)
 ANGLE_UNIT = 1.4629180792671596e-09  # 2 pi / 2^32: radians of the high word's last bit
+
+
+def frequency_bytes(rot):
+    """Of rot / 2 frequencies, in whole 16 bytes."""
+    return (rot * 4 + 15) // 16 * 16
 
 
 def multiply_high(a: Int64, b: Int64) -> Int64:
@@ -62,7 +66,7 @@ class VectorNorm:
     def __init__(self, head_dim: int, dtype: str):
         self.dtype = dtype
         self.threads = 32 * WARPS
-        self.smem_bytes = FREQUENCY_BYTES + WARPS * ROW_BYTES
+        self.smem_bytes = frequency_bytes(MAX_HEAD_DIM) + WARPS * MAX_HEAD_DIM * 4
 
     @cute.jit
     def frequencies(self, smem: Int32, rope_step: Int64, rot: Int32, tid: Int32):
