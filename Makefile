@@ -47,7 +47,7 @@ gpu-sanitize:
 	done; done
 
 gpu-soak:
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu/soak.py
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu/soak.py tests/gpu/soak_hosts.py
 
 bench:
 	PYTHONPATH=. $(GPU_PYTHON) -m bench.run --all --append bench/results/h200.jsonl

@@ -38,6 +38,13 @@ def ints(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+def strewn(values: Tensor, end: int, generator: torch.Generator, share: float = 0.1) -> Tensor:
+    """int32 values of which so large a share is out of range: INT_MIN, -1, `end` and INT_MAX."""
+    bad = ints([-(2**31), -1, end, 2**31 - 1])
+    pick = torch.randint(len(bad), values.shape, generator=generator, device=DEVICE)
+    return torch.where(torch.rand(values.shape, generator=generator, device=DEVICE) < share, bad[pick], values)
+
+
 # Lists.
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from attention_cases import BAD_IDS, Guarded, ints, seeded
+from attention_cases import BAD_IDS, Guarded, ints, seeded, strewn
 from torch import Tensor
 
 from qsa_cute.reference import paged as reference
@@ -115,7 +115,7 @@ def paged(
     q = torch.randn(rows, kv_heads * group, head_dim, generator=generator, device="cuda").bfloat16()
     gate = (2 * torch.randn(q.shape, generator=generator, device="cuda")).bfloat16()
     gate[(requests < 0) | (requests >= len(lengths))] = torch.nan
-    _poison(cells, table, ids, requests, page_size)
+    poison(cells, table, ids, requests, page_size)
     if interleaved:  # [pages, kv_heads, page, 2, D]: K and V of a token side by side
         cache = torch.stack([plane.view(torch.uint8) for plane in cells], 3).view(kind)
         k, v = (cache[..., i, :].transpose(1, 2) for i in range(2))
@@ -125,7 +125,7 @@ def paged(
     return Paged(q, k, v, ids, table, requests, gate, *scales)
 
 
-def _poison(cells: list[Tensor], table: Tensor, ids: Tensor, requests: Tensor, page_size: int) -> None:
+def poison(cells: list[Tensor], table: Tensor, ids: Tensor, requests: Tensor, page_size: int) -> None:
     """NaN in every cell that no valid entry names."""
     pages, _, _, _ = cells[0].shape
     width = ids.shape[1] - 1
@@ -143,6 +143,23 @@ def _poison(cells: list[Tensor], table: Tensor, ids: Tensor, requests: Tensor, p
             plane.masked_fill_(unnamed, torch.nan)
         else:
             plane.view(torch.uint8).masked_fill_(unnamed, NAN_BYTE)
+
+
+def out_of_range(case: Paged, seed: int) -> Paged:
+    """The same with a share of its pages, requests, entries and counts out of range; the caches are changed in place,
+    so that what is unnamed now is NaN."""
+    generator, width = seeded(seed), case.indices.shape[1] - 1
+    pages, page_size = case.k_cache.shape[:2]
+    table = strewn(case.block_table, pages, generator)
+    requests = strewn(case.token_to_req, len(table), generator)
+    entries = strewn(case.indices[:, :width], table.shape[1] * page_size, generator)
+    ids = torch.cat((entries, strewn(case.indices[:, width:], width + 1, generator)), 1)
+    for cache in (case.k_cache, case.v_cache):
+        cache.copy_(cache.float().nan_to_num(nan=0.0).to(cache.dtype))
+    poison([cache.transpose(1, 2) for cache in (case.k_cache, case.v_cache)], table, ids, requests, page_size)
+    unknown = (requests < 0) | (requests >= len(table))
+    gate = case.gate.nan_to_num(nan=1.0).masked_fill(unknown[:, None, None], torch.nan)
+    return replace(case, block_table=table, token_to_req=requests, indices=ids, gate=gate)
 
 
 def moved_far(case: Paged, elements: int = 2**31) -> Paged:

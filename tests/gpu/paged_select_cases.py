@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import Guarded, ints, normal, seeded
+from attention_cases import Guarded, ints, normal, seeded, strewn
 from torch import Tensor
 
 from qsa_cute.geometry import TOP_BLOCKS
@@ -120,7 +120,7 @@ def ids(rows: int) -> Guarded:
     return Guarded(rows, TOP_BLOCKS, dtype=torch.int32)
 
 
-def check_ids(found: Tensor, case: Paged, logits: Tensor) -> None:
+def check_ids(found: Tensor, case: Paged, logits: Tensor, band: float = BAND) -> None:
     """Lists against the reference's choice from FP64 logits: as many as visible, ascending, the same set outside the
     tie band."""
     limits = case.visible.long().clamp(0, logits.shape[1])
@@ -141,7 +141,7 @@ def check_ids(found: Tensor, case: Paged, logits: Tensor) -> None:
 
     different = members(found) != members(want)
     kth = clean.gather(1, want[:, -1].clamp(min=0)[:, None])
-    near = (clean - kth).abs() <= BAND * kth.abs().clamp(min=1)
+    near = (clean - kth).abs() <= band * kth.abs().clamp(min=1)
     assert not different[limits <= TOP_BLOCKS].any()
     assert (~different | near)[limits > TOP_BLOCKS].all(), "a selection differs outside the tie band"
 
@@ -151,3 +151,12 @@ def short_rows(case: Paged, every: int = 3) -> Paged:
     small = ints([0, 1, 5, 511, 512, 513, -3]).repeat(case.rows)[: case.rows]
     third = torch.arange(case.rows, device=DEVICE) % every == 2
     return replace(case, visible=torch.where(third, torch.minimum(small, case.visible), case.visible).int())
+
+
+def out_of_range(case: Paged, seed: int) -> Paged:
+    """The same with a share of its pages and of what its rows see out of range, over a cache without NaN: a row that
+    sees more than there is sees all of it."""
+    generator = seeded(seed)
+    case.k_cache.copy_(normal(generator, torch.float32, *case.k_cache.shape).to(case.k_cache.dtype))
+    table = strewn(case.page_table, case.k_cache.shape[0], generator)
+    return replace(case, page_table=table, visible=strewn(case.visible, case.columns + 1, generator, 0.3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import DEVICE, Guarded, ints, normal, seeded
 from kpool_cases import FP8, Cache, Tail, ape, bits, flat_of, tokens, vllm
+from torch import Tensor
 
 from qsa_cute.hosts import vllm_kpool as host
 from qsa_cute.reference import kpool as reference
@@ -81,7 +82,7 @@ def locations(seed: int, pools: int, slots: int, bad: bool) -> torch.Tensor:
     generator = seeded(seed)
     loc = torch.randperm(slots, generator=generator, device=DEVICE)[:pools]
     if bad:
-        outside = torch.tensor([-1, slots, -(2**31), 2**40 + 3, -(2**40)], device=DEVICE)
+        outside = torch.tensor([-1, slots, -(2**31), 2**31 - 1, 2**40 + 3, -(2**40)], device=DEVICE)
         loc[::5] = outside.repeat(pools)[: len(loc[::5])]
     return loc
 
@@ -92,7 +93,11 @@ def locations(seed: int, pools: int, slots: int, bad: bool) -> torch.Tensor:
     + [(2, 32, 0, True), (8, 64, 4, False)],
 )
 def test_compress_and_write(pool, page_size, pad, round_scale, peer):
-    pools = 300
+    compress_and_write(pool, page_size, pad, round_scale, peer)
+
+
+def compress_and_write(pool, page_size, pad, round_scale, peer=None, pools=300, slack=0) -> None:
+    """`slack`: bytes more that may differ, where pools are so few that one of them is more than its share."""
     cache = Cache(2000 // page_size + 2, page_size, pad)
     k, score, bias = tokens(pool, pools, pool, 128), tokens(pool + 1, pools, pool, 128), ape(2, pool)
     loc, mask = locations(3, pools, cache.slots, bad=True), torch.rand(pools, generator=seeded(4), device=DEVICE) < 0.8
@@ -107,7 +112,7 @@ def test_compress_and_write(pool, page_size, pad, round_scale, peer):
     reference.write_cache(want, loc, key, scale, mask)
     found = cache.bytes().clone()
     off = int((found != flat_of(want)).sum())
-    assert off <= MOST_DIFFERING * pools * 132 + (0 if round_scale else 4 * pools), f"{off} bytes differ"
+    assert off <= slack + MOST_DIFFERING * pools * 132 + (0 if round_scale else 4 * pools), f"{off} bytes differ"
     written = ~skipped
     dense = (k[written].contiguous(), score[written].contiguous(), bias, loc[written])
     got, got_scale = host.kpool_compress_and_write_cache(
@@ -159,29 +164,43 @@ def test_compress_takes_views_and_fp32_scores():
 # The tail.
 
 
+def seed(
+    tail: Tail, parts: tuple[tuple[int, int], ...], kind: torch.dtype, pool: int = 4, padding: tuple[int, ...] = (-1,)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Requests of `parts` (first position, tokens) seeded by the host's function and checked, 0 to 2 entries of padding
+    after each: (the cache before, key, score, slots)."""
+    blocks, _, ring, _ = tail.tensor.shape
+    slots: list[int] = []
+    for request, (start, count) in enumerate(parts):
+        slots += [(blocks - 1 - request) * ring + (start + i) % ring for i in range(count)]
+        slots += [padding[(request + i) % len(padding)] for i in range(request % 3)]
+    slots.append(blocks * ring + 1)  # past the cache
+    tslot = torch.tensor(slots, device=DEVICE).to(kind)
+    key, score = tokens(1, len(slots), 128), tokens(2, len(slots), 128)
+    want, before = tail.copy(), tail.copy()
+    host.kpool_seed_tail_cache(tail.tensor, key, score, tslot, pool)
+    tail.memory.check()
+    reference.seed_tail(want, key, score, tslot, pool)
+    assert torch.equal(tail.memory.tensor.view(torch.int16), flat_of(want).view(torch.int16))
+    return before, key, score, tslot
+
+
 def test_seed_tail(peer):
     """Requests of 1 to 9 tokens, padding between them, a ring wider than the pool, a strided and padded cache."""
+    parts = ((0, 9), (3, 1), (5, 2), (6, 3), (7, 4), (1, 5), (2, 8), (0, 0), (4, 7))
     for ring, kind in ((4, torch.int32), (8, torch.int64), (12, torch.int32)):
         tail = Tail(11, ring, block_elems=2 * ring * 128 + 132, half_pad=4)
-        slots = []
-        parts = ((0, 9), (3, 1), (5, 2), (6, 3), (7, 4), (1, 5), (2, 8), (0, 0), (4, 7))
-        for request, (start, count) in enumerate(parts):
-            slots += [(10 - request) * ring + (start + i) % ring for i in range(count)] + [-1] * (request % 3)
-        slots.append(11 * ring + 1)  # past the cache
-        tslot = torch.tensor(slots, device=DEVICE).to(kind)
-        key, score = tokens(1, len(slots), 128), tokens(2, len(slots), 128)
-        want, theirs = tail.copy(), tail.copy()
-        host.kpool_seed_tail_cache(tail.tensor, key, score, tslot, 4)
-        tail.memory.check()
-        reference.seed_tail(want, key, score, tslot, 4)
-        assert torch.equal(tail.memory.tensor.view(torch.int16), flat_of(want).view(torch.int16))
+        theirs, key, score, tslot = seed(tail, parts, kind)
         if peer is not None:
             peer.kpool_seed_tail_cache(theirs, key[:-1], score[:-1], tslot[:-1], 4)
-            assert torch.equal(flat_of(theirs).view(torch.int16), flat_of(want).view(torch.int16))
+            assert torch.equal(flat_of(theirs).view(torch.int16), bits(tail.memory.tensor).view(torch.int16))
     host.kpool_seed_tail_cache(tail.tensor, key, score, tslot[:0], 4)
 
 
-def decode_case(next_n: int, pool: int, ring: int, seed: int, requests: int = 24):
+NONE = ((-1,), (-1,), (-5,))  # positions, tail slots and slots of the cache of tokens that have none
+
+
+def decode_case(next_n: int, pool: int, ring: int, seed: int, requests: int = 24, none=NONE):
     """Requests that begin at every offset of a ring; holes and padding among the indices."""
     generator = seeded(seed)
     start = torch.arange(requests, device=DEVICE)[:, None] + torch.tensor([[4096 * pool]], device=DEVICE)
@@ -195,7 +214,8 @@ def decode_case(next_n: int, pool: int, ring: int, seed: int, requests: int = 24
     slots[ends] = torch.randperm(64 * 9, generator=generator, device=DEVICE)[: int(ends.sum())]
     drop = torch.rand(3, requests, next_n, generator=generator, device=DEVICE) < 0.07
     drop[:, : requests // 3] = False
-    positions[drop[0]], tail_slots[drop[1]], slots[drop[2]] = -1, -1, -5
+    for values, dropped, bad in zip((positions, tail_slots, slots), drop, none, strict=True):
+        values[dropped] = torch.tensor(bad, device=DEVICE).repeat(values.numel())[: int(dropped.sum())]
     return positions.int(), tail_slots.int(), slots.int()
 
 
@@ -205,8 +225,12 @@ def decode_case(next_n: int, pool: int, ring: int, seed: int, requests: int = 24
     + [(n, *sizes) for n in (3, 8) for sizes in ((4, 12), (2, 2), (8, 8))],
 )
 def test_decode_update(next_n, pool, ring, peer):
-    positions, tail_slots, slots = decode_case(next_n, pool, ring, seed=next_n)
-    requests = positions.shape[0]
+    decode_update(next_n, pool, ring, peer)
+
+
+def decode_update(next_n, pool, ring, peer=None, requests=24, slack=0, none=NONE) -> None:
+    """`slack`: as of `compress_and_write`."""
+    positions, tail_slots, slots = decode_case(next_n, pool, ring, next_n, requests, none)
     cache, tail = Cache(10, 64, 12), Tail(requests + 3, ring, block_elems=2 * ring * 128 + 1056)
     tail.tensor.copy_(tokens(1, *tail.tensor.shape[:3], 128))
     key, score = (tokens(seed, requests, next_n, 192)[..., 64:] for seed in (2, 3))
@@ -219,7 +243,7 @@ def test_decode_update(next_n, pool, ring, peer):
     reference.decode_update(*copies[0], *rest)
     assert torch.equal(bits(tail.memory.tensor), flat_of(copies[0][1])), "the tail is copied bit by bit"
     off = int((cache.bytes() != flat_of(copies[0][0])).sum())
-    assert off <= MOST_DIFFERING * requests * next_n / pool * 132 + 1, f"{off} bytes differ"
+    assert off <= slack + MOST_DIFFERING * requests * next_n / pool * 132 + 1, f"{off} bytes differ"
     wide = (tail_slots.long(), key, score, bias, slots.long(), positions.long())
     host.kpool_decode_update_and_maybe_write_cache_batched(*copies[1], *wide, pool)
     assert torch.equal(flat_of(copies[1][0]), cache.bytes()), "int64 indices, the same bits"

@@ -150,6 +150,27 @@ def test_decode_scores_are_prefill_scores(next_n):
     assert torch.equal(bits(prefill), bits(decode)), "prefill's logits and decode's, bit by bit"
 
 
+def check_selection(case: Scoring, longest: int, next_n: int = 0, scratch: int = 1 << 30) -> None:
+    """Pools and tokens are those of our own logits exactly, by the runner and by the host's function."""
+    given = {"next_n": next_n} if next_n else {"row_requests": case.row_requests}
+    logits = case.scores(**({"row_requests": None, **given} if next_n else {}))
+    layout = PoolSelectRunner.workspace_size(len(case.q), longest, next_n, scratch)
+    workspace = torch.full((layout.size,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    ids, listed = Guarded(len(case.q), 512, dtype=torch.int32), Guarded(len(case.q), 2051, dtype=torch.int32)
+    params = PoolSelectParams.from_tensors(
+        *case.inputs, ids.tensor, workspace, max_seq_len=longest, tokens=listed.tensor, scratch_bytes=scratch, **given
+    )
+    PoolSelectRunner.run(params)
+    ids.check()
+    listed.check()
+    want, lengths = reference.select(logits, case.seq_lens.clamp(min=0)), case.seq_lens.clamp(min=0)
+    assert torch.equal(ids.tensor, want)
+    assert torch.equal(listed.tensor, reference.expand_and_append_tail(want, lengths, 4))
+    again = host.kpool_select(*case.inputs, longest, **given)
+    assert torch.equal(again[0], want)
+    assert torch.equal(again[1], listed.tensor)
+
+
 @pytest.mark.parametrize("scratch", [1 << 30, 3 * 2252 * 4])
 @pytest.mark.parametrize("next_n", [0, 1, 3])
 def test_selection(next_n, scratch):
@@ -161,26 +182,7 @@ def test_selection(next_n, scratch):
     queries = case.q.view(torch.uint8)
     queries[equal] = queries[equal][:1]  # rows alike
     case.weights[equal] = -1  # their logits are at most 0, mostly ties between negative and negative zero
-    given = {"next_n": next_n} if next_n else {"row_requests": case.row_requests}
-    logits = case.scores(**({"row_requests": None, **given} if next_n else {}))
-    longest = int(case.seq_lens.max())
-    layout = PoolSelectRunner.workspace_size(len(case.q), longest, next_n, scratch)
-    workspace = torch.full((layout.size,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    ids, listed = Guarded(len(case.q), 512, dtype=torch.int32), Guarded(len(case.q), 2051, dtype=torch.int32)
-    params = PoolSelectParams.from_tensors(
-        *case.inputs, ids.tensor, workspace, max_seq_len=longest, tokens=listed.tensor, scratch_bytes=scratch, **given
-    )
-    PoolSelectRunner.run(params)
-    ids.check()
-    listed.check()
-    want = reference.select(logits, case.seq_lens.clamp(min=0))
-    assert torch.equal(ids.tensor, want)
-    lengths = case.seq_lens.clamp(min=0)
-    assert torch.equal(listed.tensor, reference.expand_and_append_tail(want, lengths, 4))
-    more = {"next_n": next_n} if next_n else {"row_requests": case.row_requests}
-    again = host.kpool_select(*case.inputs, longest, **more)
-    assert torch.equal(again[0], want)
-    assert torch.equal(again[1], listed.tensor)
+    check_selection(case, int(case.seq_lens.max()), next_n, scratch)
 
 
 def test_the_selection_is_the_references_outside_a_band():

@@ -347,11 +347,15 @@ def page_table(pages: int, random: torch.Generator) -> Tensor:
 @TYPES
 @pytest.mark.parametrize(("size", "kv_heads", "hd"), [(16, 2, 256), (48, 1, 128), (784, 1, 8), (1, 3, 24)])
 def test_gather(dtype, size, kv_heads, hd):
+    gather(dtype, size, kv_heads, hd, 777)
+
+
+def gather(dtype: str, size: int, kv_heads: int, hd: int, count: int) -> None:
     pages = 3000 // size + 2
     k, v = cache(dtype, pages, size, kv_heads, hd)
     table = page_table(pages, seeded(3))
     table[1] = -1
-    sel = torch.randint(-2, min(3000, pages * size), (777,), generator=seeded(4), device=DEVICE).int()
+    sel = torch.randint(-2, min(3000, pages * size), (count,), generator=seeded(4), device=DEVICE).int()
     sel[:8] = ints([-1, -(2**31), 0, size, 2 * size - 1, 1, 1, -5])
     used = torch.zeros(pages * size, dtype=torch.bool, device=DEVICE)
     token = sel.long()[sel >= 0]
@@ -359,10 +363,10 @@ def test_gather(dtype, size, kv_heads, hd):
     used[(page * size + token % size)[page >= 0]] = True
     for plane in (k, v):
         plane.view(pages * size, kv_heads, hd)[~used] = NAN
-    outs = [Guarded(777, kv_heads, hd, dtype=DTYPES[dtype]) for _ in range(2)]
+    outs = [Guarded(count, kv_heads, hd, dtype=DTYPES[dtype]) for _ in range(2)]
     pointers = [one.data_ptr() for one in (k, v, table, sel, outs[0].tensor, outs[1].tensor)]
     before = outs[0].tensor.clone()
-    host.qsa_gather(*pointers, 777, size, kv_heads, hd, stream(), dtype=dtype)
+    host.qsa_gather(*pointers, count, size, kv_heads, hd, stream(), dtype=dtype)
     for plane, out in zip((k, v), outs, strict=True):
         out.check()
         assert torch.equal(bits(out.tensor), bits(reference.gather(plane, table, sel, before)))
