@@ -197,9 +197,10 @@ def text(report: Report) -> str:
         for device in devices:
             lines += _device_lines(device, artifacts.get("sets", {}))
     for check in report.get("checks", ()):
-        state = "ok    " if check["ok"] else "FAILED"
+        state = "skipped" if check["skipped"] else "ok     " if check["ok"] else "FAILED "
+        seconds = "" if check["skipped"] else f" ({check['seconds']:.2f} s)"
         detail = check["detail"] and f": {check['detail']}"
-        lines.append(f"  {state} {check['name']} ({check['seconds']:.2f} s){detail}")
+        lines.append(f"  {state} {check['name']}{seconds}{detail}")
     lines += [f"  {note}" for note in report.get("notes", ())]
     lines += ["", *(f"problem: {problem}" for problem in report["problems"])]
     if not report["problems"]:
@@ -287,7 +288,10 @@ def _check(report: Report, path: str | None) -> int:
 
     for device in usable:
         try:
-            report["checks"] += selftest.run(device)
+            checks = selftest.run(device)
+            report["checks"] += checks
+            if all(check["skipped"] for check in checks):
+                report["problems"].append(f"device {device}: nothing was checked: every case was skipped")
         except Exception as error:
             report["problems"].append(f"device {device}: the self-test could not run: {_said(error)}")
     failed = [f"{check['name']}: {check['detail']}" for check in report["checks"] if not check["ok"]]

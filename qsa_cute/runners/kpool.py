@@ -221,7 +221,7 @@ class CompressWrite(KpoolLaunch):
 
     def __post_init__(self) -> None:
         pools, size = checks.integer("num_pools", self.num_pools, 0), pool_size_of(self.pool_size)
-        if not self.cache_ptr and not self.dense_k_ptr:
+        if pools and not self.cache_ptr and not self.dense_k_ptr:  # empty tensors have no address
             raise ArgumentError("neither cache_ptr nor dense_k_ptr is given; a compressed pool goes somewhere")
         if bool(self.dense_k_ptr) != bool(self.dense_scale_ptr):
             raise ArgumentError("dense_k_ptr and dense_scale_ptr go together; one of them is null")

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from qsa_cute import selftest
 from qsa_cute.errors import DriverError
 from qsa_cute.runtime import Loader, default_loader
 from qsa_cute.runtime.driver import default_driver
+from qsa_cute.selftest import attention
+from qsa_cute.selftest.memory import Case, Memory
 
-CASES = {"prefill": selftest.prefill_case(256, "rows"), "decode": selftest.decode_case(256, "cluster")}
+CASES = {"prefill": attention.prefill_case(256, "rows"), "decode": attention.decode_case(256, "cluster")}
 
 
-def run(case: selftest.Case) -> str:
+def run(case: Case) -> str:
     with ExitStack() as stack:
-        return case(selftest.Memory(default_driver(), stack), "bf16")
+        return case(Memory(default_driver(), stack), "bf16")
 
 
 def main() -> None:

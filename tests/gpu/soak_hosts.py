@@ -36,7 +36,7 @@ from qsa_cute.runtime import Loader
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 FEW_BYTES = 140  # of a cache that may differ where one pool is more than its share: a pool's own
 
-few = settings(drawn, max_examples=25)
+few = settings(drawn, max_examples=100)
 types = st.sampled_from(list(DTYPES))
 dims = st.sampled_from([256, 128])
 seeds = st.integers(0, 2**20)
@@ -245,8 +245,13 @@ vectors = st.integers(1, 256).flatmap(  # (hd, rot)
 @few
 @given(types, st.integers(1, 70), vectors, thetas, st.integers(0, 10_000), st.integers(1, 300))
 def test_any_block_pool(dtype, ratio, vector, theta, first, new) -> None:
+    """Where the ratio is no power of two, a mean may round to the next value of its type now and then: up to 8, and in
+    a pair that its rotation nearly cancels."""
     out, want = metrale.pool(dtype, ratio, *vector, theta, first, new)
-    torch.testing.assert_close(out.tensor.float(), want.float(), rtol=metrale.KEY_RTOL, atol=metrale.KEY_ATOL)
+    off = (out.tensor.float() - want.float()).abs()
+    beyond = off - metrale.KEY_RTOL * want.float().abs() - metrale.KEY_ATOL
+    assert (beyond > 0).sum() <= 1 + off.numel() // 200
+    assert (beyond <= 16 * torch.finfo(out.tensor.dtype).eps).all()  # false for NaN
 
 
 @few
@@ -325,7 +330,7 @@ def test_any_tail_is_seeded(parts, pool, wider, pad, kind) -> None:
     kpool.seed(tail, parts, kind, pool, (INT_MIN, -1, blocks * ring, INT_MAX))
 
 
-@settings(few, max_examples=15)
+@settings(few, max_examples=40)
 @given(st.integers(1, 8), pool_sizes, st.integers(1, 3), st.integers(1, 12))
 def test_any_decode_update(next_n, pool, rings, requests) -> None:
     ring = pool * rings

@@ -159,21 +159,34 @@ class TestCheck:
         """What the self-test of each device answers."""
         write_set(tmp_path)
         monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path))
-        found = [{"name": "a case", "ok": True, "detail": "", "seconds": 0.1}]
+        found = [{"name": "a case", "ok": True, "skipped": False, "detail": "", "seconds": 0.1}]
         monkeypatch.setattr(selftest, "run", lambda _device: [dict(one) for one in found])
         return found
 
     def test_passed(self, results, capsys):
         status, text = said(capsys, "--check")
         assert status == 0
-        assert text.count("ok     a case (0.10 s)") == 2  # two devices
+        assert text.count("ok      a case (0.10 s)") == 2  # two devices
 
     def test_failed(self, results, capsys):
         results[0].update(ok=False, detail="it is wrong")
         status, text = said(capsys, "--check")
         assert status == 1
-        assert "FAILED a case (0.10 s): it is wrong" in text
+        assert "FAILED  a case (0.10 s): it is wrong" in text
         assert "problem: a case: it is wrong" in text
+
+    def test_skipped(self, results, capsys):
+        results.append({"name": "another", "ok": True, "skipped": True, "detail": "no such kernel", "seconds": 0.0})
+        status, text = said(capsys, "--check")
+        assert status == 0
+        assert text.count("skipped another: no such kernel") == 2
+        assert "no problem found" in text
+
+    def test_all_skipped_is_no_success(self, results, capsys):
+        results[0].update(skipped=True, detail="no such kernel")
+        status, text = said(capsys, "--check")
+        assert status == 1
+        assert "problem: device 1: nothing was checked" in text
 
     def test_without_torch(self, results, capsys, monkeypatch):
         version = doctor._version

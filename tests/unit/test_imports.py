@@ -53,5 +53,5 @@ def test_who_may_import_what(path: Path) -> None:
         assert not imports(path, "torch")
     if place != "aot":
         assert not imports(path, "qsa_cute.aot")
-    if place in ("kernels", "aot", "runtime", "runners") or len(path.parts) == 1:
+    if place in ("kernels", "aot", "runtime", "runners", "selftest") or len(path.parts) == 1:
         assert not imports(path, "qsa_cute.hosts")

@@ -92,6 +92,8 @@ def test_grids():
     }
     assert HadamardQuant(q_ptr=0, out_ptr=0, scale_ptr=0, num_rows=0).grid == 0
     assert DecodeUpdate(**DECODE | {"next_n": 0}, **INDICES, **PAGED, **RING).grid == 0
+    empty = COMPRESS | {"num_pools": 0, "cache_ptr": 0, "dense_k_ptr": 0, "dense_scale_ptr": 0}
+    assert CompressWrite(**empty).grid == 0, "empty tensors have no address"
     HadamardQuant(q_ptr=0, out_ptr=0, scale_ptr=0, num_rows=0).run()  # an empty grid asks for no driver
 
 

@@ -3,72 +3,129 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
+import struct
+from array import array
 
 import pytest
+import selftest_host as host
 import torch
+from selftest_host import TYPES, HostDriver
 
 from qsa_cute import selftest
 from qsa_cute.errors import DriverError
-from qsa_cute.geometry import BLOCK_TOKENS, INDEX_WIDTH, PAGE_TOKENS
-from qsa_cute.reference import attention, indexer
-from qsa_cute.runners import IndexerDecodeRunner, IndexerPrefillRunner, SparseDecodeRunner, SparsePrefillRunner
+from qsa_cute.geometry import INDEX_WIDTH
+from qsa_cute.reference import attention, indexer, kpool, metrale, paged, paged_select
+from qsa_cute.runners import SparseDecodeRunner, SparsePrefillRunner
+from qsa_cute.runners.kpool import DecodeUpdate
+from qsa_cute.runners.paged_attention import PagedAttentionRunner
+from qsa_cute.selftest import attention as sparse
+from qsa_cute.selftest import indexer as index_case
+from qsa_cute.selftest import kpool as kpool_case
+from qsa_cute.selftest import metrale as metrale_case
+from qsa_cute.selftest import paged as paged_case
+from qsa_cute.selftest import paged_select as select_case
+from qsa_cute.selftest import values
 
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-RUNNERS = (SparsePrefillRunner, SparseDecodeRunner, IndexerPrefillRunner, IndexerDecodeRunner)
-each = pytest.mark.parametrize("dtype", TYPES)
+each = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+each_type = pytest.mark.parametrize("dtype", TYPES)
 
 
-def half(bits, dtype: str) -> torch.Tensor:
+def tensor(bits, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(bits.tobytes()), dtype=TYPES[dtype])
 
 
-@each
+def ints(numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# Values.
+
+
+@each_type
 def test_numbers(dtype) -> None:
-    bits = selftest.half_bits(selftest.random.Random(1), dtype, 5000)
-    values = half(bits, dtype)
-    assert selftest.floats(bits, dtype) == values.tolist()
-    assert values.abs().min() >= 0.5
-    assert values.abs().max() < 2
+    bits = values.element_bits(values.random.Random(1), dtype, 5000)
+    found = tensor(bits, dtype).float()
+    assert values.floats(bits, dtype) == found.tolist()
+    assert found.abs().min() >= 0.5
+    assert found.abs().max() < 2
+    assert found.unique().numel() > 30
     some = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    assert [selftest.rounded(value, dtype) for value in some.tolist()] == some.to(TYPES[dtype]).tolist()
+    some[::9] *= 2.0**-9
+    assert [values.rounded(value, dtype) for value in some.tolist()] == some.to(TYPES[dtype]).float().tolist()
+
+
+def test_every_e4m3() -> None:
+    every = array("B", range(256))
+    found, want = torch.tensor(values.floats(every, values.FP8)), tensor(every, values.FP8).float()
+    assert torch.equal(found.nan_to_num(nan=999), want.nan_to_num(nan=999))
+    ties = (want[:126] + want[1:127]) / 2
+    assert [values.rounded(value, values.FP8) for value in ties.tolist()] == ties.to(TYPES["fp8_e4m3"]).float().tolist()
+    assert values.rounded(1e9, values.FP8) == 448
+
+
+def test_wrong_values() -> None:
+    want = [1.0, -values.math.inf, 3.0]
+    assert values.wrong_values(want, want, 0.0) == ""
+    assert values.wrong_values([1.1, want[1], 3.0], want, 0.2) == ""
+    assert "element 2 is 4.0" in values.wrong_values([1.1, want[1], 4.0], want, 0.2)
+    for at, wrong in itertools.product(range(3), (values.math.nan, values.math.inf)):
+        found = [*want]
+        found[at] = wrong
+        assert f"element {at} is {wrong}" in values.wrong_values(found, want, 9.0)
+    assert "element 1 is 5.0" in values.wrong_values([1.0, 5.0, 3.0], want, 9.0)
+
+
+def test_wrong_ids() -> None:
+    scores = [float(i) for i in range(8)]
+    assert values.wrong_ids([3, 4, 5, 6, 7], scores, 0.0) == ""
+    assert values.wrong_ids([2, 4, 5, 6, 7], scores, 1.0) == ""
+    assert "not the best" in values.wrong_ids([2, 4, 5, 6, 7], scores, 0.0)
+    assert "not the best" in values.wrong_ids([1, 2, 3, 4, 5], scores, 1.0)
+    assert values.wrong_ids([0, 1, -1, -1], [1.0, 2.0], 0.0) == ""
+    assert values.wrong_ids([-1, -1], [], 0.0) == ""
+    for wrong in ([4, 3, 5, 6, 7], [3, 3, 5, 6, 7], [3, 4, 5, 6, 8], [-1, 4, 5, 6, 7]):
+        assert "ascending" in values.wrong_ids(wrong, scores, 0.0)
+    assert "ascending" in values.wrong_ids([0, 1, 2], [1.0, 2.0], 0.0)
+
+
+# Cases.
 
 
 @each
 @pytest.mark.parametrize("dim", [256, 128])
 def test_attention(dtype, dim) -> None:
-    q, k, v, want = selftest._attention_inputs(dtype, dim, twice=True)
-    k, v = (half(plane, dtype).view(1, -1, selftest.KV_HEADS, dim) for plane in (k, v))
-    q = half(q, dtype).view(1, selftest.ROWS, -1, dim)
-    lists = torch.tensor(selftest._lists(twice=True), dtype=torch.int32).view(1, selftest.ROWS, -1)
-    context = torch.tensor([selftest.CONTEXT], dtype=torch.int32)
+    q, k, v, want = sparse.inputs(dtype, dim, twice=True)
+    k, v = (tensor(plane, dtype).view(1, -1, sparse.KV_HEADS, dim) for plane in (k, v))
+    q = tensor(q, dtype).view(1, sparse.ROWS, -1, dim)
+    lists = torch.tensor(sparse.lists(twice=True), dtype=torch.int32).view(1, sparse.ROWS, -1)
+    context = torch.tensor([sparse.CONTEXT], dtype=torch.int32)
     found, _ = attention.sparse_prefill(q, k, v, lists, context, dim**-0.5, dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(want, dtype=torch.float64), found.flatten(), rtol=1e-9, atol=1e-9)
 
 
 @each
 def test_indexer(dtype) -> None:
-    case = selftest.IndexerCase(dtype)
-    qk = half(case.qk, dtype).view(1, selftest.TOKENS + 1, -1)
-    length = torch.tensor([selftest.TOKENS + 1], dtype=torch.int32)
+    case = index_case.IndexerCase(dtype)
+    qk = tensor(case.qk, dtype).view(1, index_case.TOKENS + 1, -1)
+    length = torch.tensor([index_case.TOKENS + 1], dtype=torch.int32)
     table = torch.frombuffer(bytearray(case.cos_sin().tobytes()), dtype=torch.float32).view(-1, 64)
-    assert torch.equal(table, indexer.rope_table(selftest.TOKENS + 1))
-    keys = indexer.compress_keys(qk, table, length, half(case.w_k, dtype), len(case.keys), dtype=torch.float64)
+    assert torch.equal(table, indexer.rope_table(index_case.TOKENS + 1))
+    keys = indexer.compress_keys(qk, table, length, tensor(case.w_k, dtype), len(case.keys), dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(case.keys), keys[0].float(), rtol=1e-2, atol=1e-3)
     assert (torch.tensor(case.keys) == keys[0].float()).float().mean() > 0.999
-    queries = indexer.prepare_queries(qk, table, length, half(case.w_q, dtype), dtype=torch.float64)
+    queries = indexer.prepare_queries(qk, table, length, tensor(case.w_q, dtype), dtype=torch.float64)
     rows = indexer.scores(queries, keys, length, dtype=torch.float64)[0]
-    for row in (selftest.TOKENS - 1, selftest.TOKENS):
+    for row in (index_case.TOKENS - 1, index_case.TOKENS):
         found = torch.tensor(case.scores(row), dtype=torch.float64)
         torch.testing.assert_close(found, rows[row], rtol=1e-2, atol=1e-2)
         tokens = indexer.select_tokens(found.float()[None], torch.tensor([row]))[0].tolist()
-        assert selftest.wrong_list(tokens, row, found.tolist()) == ""
+        assert index_case.wrong_list(tokens, row, found.tolist()) == ""
 
 
 def test_wrong_lists() -> None:
     scores = [float(i) for i in range(515)]  # the first three fall out
     right = [*range(12, 2061), -1, -1]
-    assert selftest.wrong_list(right, 2060, scores) == ""
+    assert index_case.wrong_list(right, 2060, scores) == ""
     for wrong, said in (
         ([*range(8, 12), *right[4:]], "not the best"),  # block 2 in the place of block 3
         ([*right[:4], *right[:4], *right[8:]], "not whole blocks"),  # twice the same
@@ -77,117 +134,130 @@ def test_wrong_lists() -> None:
         ([right[1], right[0], *right[2:]], "not whole blocks"),
         ([0] * INDEX_WIDTH, "not whole blocks"),
     ):
-        assert said in selftest.wrong_list(wrong, 2060, scores)
+        assert said in index_case.wrong_list(wrong, 2060, scores)
     few = [*range(7), *[-1] * (INDEX_WIDTH - 7)]
-    assert selftest.wrong_list(few, 6, None) == ""
-    assert "not whole blocks" in selftest.wrong_list(few, 7, None)
+    assert index_case.wrong_list(few, 6, None) == ""
+    assert "not whole blocks" in index_case.wrong_list(few, 7, None)
 
 
-class HostDriver:
-    """Memory of the host in the place of a device's."""
+@pytest.mark.parametrize("dtype", paged_case.SCALES)
+@pytest.mark.parametrize("dim", [256, 128])
+def test_paged_attention(dtype, dim) -> None:
+    q, gate, k, v, want = paged_case.inputs(dtype, dim)
+    k, v = (tensor(plane, dtype).view(paged_case.PAGES, paged_case.PAGE, -1, dim) for plane in (k, v))
+    q, gate = (tensor(plane, "bf16").view(len(paged_case.LISTS), -1, dim) for plane in (q, gate))
+    inputs = (q, k, v, ints(paged_case.LISTS), ints(paged_case.TABLE), ints(paged_case.REQUESTS))
+    scales = dict(zip(("k_scale", "v_scale"), paged_case.SCALES[dtype], strict=True))
+    found = paged.sparse_paged_attention(*inputs, gate=gate, dtype=torch.float64, **scales).flatten()
+    want = torch.tensor(want, dtype=torch.float64)
+    off = (found - want).abs()
+    assert (off > 1e-9).sum() < len(off) / 500, "but where a rounding to bf16 goes the other way"
+    assert (off <= want.abs() * 2**-7).all()
+    assert [len(paged_case.cells(row)) for row in range(5)] == [6, 10, 4, 0, 0]
 
-    def __init__(self) -> None:
-        self.memory: dict[int, bytearray] = {}
-        self._addresses = itertools.count(1 << 32, 1 << 28)
 
-    def capability(self, _device: int) -> tuple[int, int]:
-        return 9, 0
+@pytest.mark.parametrize("dtype", select_case.BAND)
+def test_paged_selection(dtype) -> None:
+    q, cache, scores = select_case.inputs(dtype)
+    q, cache = tensor(q, dtype).view(2, 4, 128), tensor(cache, dtype).view(-1, select_case.PAGE, 1, 128)
+    visible = ints(select_case.VISIBLE)
+    found = paged_select.scores(q, cache, ints([select_case.TABLE]), torch.zeros(2, dtype=torch.int64), visible)
+    for row, count in enumerate(select_case.VISIBLE):
+        want = torch.tensor(scores[row], dtype=torch.float64)
+        torch.testing.assert_close(found[row, :count], want, rtol=1e-9, atol=1e-9)
+        assert found[row, count:].isnan().all()
+        ids = sorted(range(count), key=lambda i, row=row: -scores[row][i])[:512]
+        ids = [*sorted(ids), *[-1] * (512 - len(ids))]
+        lists = paged_select.expand_counted(ints([ids]), ints([select_case.POSITIONS[row]]), visible[row : row + 1])
+        assert (
+            select_case.counted([block for block in ids if block >= 0], select_case.POSITIONS[row]) == lists[0].tolist()
+        )
 
-    def retain_primary(self, device: int) -> int:
-        return device
 
-    @contextmanager
-    def pushed(self, _context: int):
-        yield
+def test_hadamard() -> None:
+    x = tensor(values.element_bits(values.random.Random(5), "bf16", 64 * 128), "bf16").view(64, 128)
+    want, scale = kpool.hadamard_quant(x)
+    for row, exact in enumerate(kpool.hadamard(x).bfloat16().tolist()):
+        y = kpool_case.hadamard(x[row].tolist())
+        assert y == exact
+        assert kpool_case.scale_of(y) == scale[row].item()
+        assert [values.rounded(one / scale[row].item(), values.FP8) for one in y] == want[row].float().tolist()
+    for edge in (448.0, 447.0, 449.0, 0.0, 1e-5, 3.5):
+        assert kpool_case.scale_of([edge]) == kpool.power_scale(torch.tensor(max(edge, 1e-4))).item()
 
-    def allocate(self, size: int) -> int:
-        address = next(self._addresses)
-        self.memory[address] = bytearray(size)
-        return address
 
-    def free(self, address: int) -> None:
-        del self.memory[address]
+def test_pools() -> None:
+    pools = kpool_case.Pools()
+    k, score = (tensor(bits, "bf16").view(-1, 4, 128) for bits in (pools.k, pools.score))
+    ape = torch.tensor(pools.ape).view(4, 128)
+    want = kpool.hadamard(kpool.pool_mean(k, score, ape)).bfloat16().float()
+    torch.testing.assert_close(torch.tensor(pools.want), want, rtol=1e-2, atol=2e-3)
+    cache = torch.full((kpool_case.PAGES, kpool_case.SIZE, 132), 0xFF, dtype=torch.uint8)
+    kpool.write_cache(cache, ints(kpool_case.LOC), *kpool.compress(k, score, ape))
+    right = cache.numpy().tobytes()
+    assert pools.wrong(right, kpool_case.LOC) == ""
+    assert "slot 5 was written" in pools.wrong(right, (-1, *kpool_case.LOC[1:]))
+    assert "slot 0: element" in pools.wrong(right, (5, 0, -1, 23, -1, 9))
+    doubled = bytearray(right)
+    at = kpool_case.SIZE * 128
+    doubled[at : at + 4] = struct.pack("<f", 2 * struct.unpack("<f", right[at : at + 4])[0])
+    assert "slot 0: element" in pools.wrong(bytes(doubled), kpool_case.LOC)
 
-    def upload(self, address: int, data: bytes) -> None:
-        self.memory[address][:] = data
 
-    def download(self, address: int, size: int) -> bytes:
-        return bytes(self.memory[address][:size])
+def test_pool_scores() -> None:
+    q, weights, cache, scores = kpool_case.selection_inputs()
+    cache = torch.frombuffer(bytearray(cache), dtype=torch.uint8).view(-1, kpool_case.PAGE, 132)
+    inputs = (
+        tensor(q, "fp8_e4m3").view(2, 32, 128),
+        torch.tensor(weights).view(2, 32),
+        cache,
+        ints([kpool_case.TABLE]),
+    )
+    found = kpool.scores(*inputs, ints(kpool_case.SEEN), torch.zeros(2, dtype=torch.int64), len(scores[0]))
+    for row, want in enumerate(scores):
+        torch.testing.assert_close(found[row, : len(want)].tolist(), want, rtol=1e-9, atol=1e-9)
 
-    def tensor(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """A view of an allocation, from an address within it on."""
-        base = max(start for start in self.memory if start <= address)
-        flat = torch.frombuffer(self.memory[base], dtype=torch.uint8)[address - base :].view(dtype)
-        return flat[: torch.Size(shape).numel()].view(shape)
+
+@each
+@pytest.mark.parametrize("dim", [256, 128])
+def test_metrale_attention(dtype, dim) -> None:
+    q, want = metrale_case.attention_inputs(dtype, dim)
+    shape = (metrale_case.PAGES, metrale_case.PAGE, metrale_case.KV_HEADS, dim)
+    k, v = (tensor(plane, dtype).view(shape) for plane in metrale_case.cache(dtype, dim))
+    inputs = (tensor(q, dtype).view(len(metrale_case.LISTS), -1, dim), k, v, ints(metrale_case.TABLE))
+    found = metrale.prefill_attn(*inputs, ints(metrale_case.LISTS), metrale_case.LISTED_POS, 4, dim**-0.5)
+    torch.testing.assert_close(torch.tensor(want), found.flatten(), rtol=1e-4, atol=1e-5)
+
+
+# The whole.
 
 
 @pytest.fixture
 def driver(monkeypatch) -> HostDriver:
     """The runners compute by the reference, in the memory of this driver."""
     driver = HostDriver()
-    for runner, work in zip(RUNNERS, (prefill, decode, index_prefill, index_decode), strict=True):
-        monkeypatch.setattr(runner, "run", staticmethod(lambda dtype, p, work=work: work(driver, TYPES[dtype], p)))
+    host.install(driver, monkeypatch)
     return driver
 
 
-def prefill(driver: HostDriver, dtype: torch.dtype, p) -> None:
-    q = driver.tensor(p.q_ptr, dtype, 1, p.seq_len, p.num_q_heads, p.head_dim)
-    k, v = (driver.tensor(at, dtype, 1, p.kv_seq_len, p.num_kv_heads, p.head_dim) for at in (p.k_ptr, p.v_ptr))
-    lists = driver.tensor(p.indices, torch.int32, 1, p.seq_len, p.top_k)
-    lengths, starts = (driver.tensor(at, torch.int32, 1) for at in (p.context_lengths, p.query_starts))
-    out, _ = attention.sparse_prefill(q, k, v, lists, lengths, p.attention_scale, starts)
-    driver.tensor(p.o_ptr, dtype, *out.shape).copy_(out)
-
-
-def decode(driver: HostDriver, dtype: torch.dtype, p) -> None:
-    q = driver.tensor(p.q_ptr, dtype, 1, p.query_len, p.num_q_heads, p.head_dim)
-    pool = driver.tensor(p.kv_pool_ptr, dtype, p.num_flat_pages, PAGE_TOKENS, p.num_kv_heads, p.pool_head_dim)
-    table = driver.tensor(p.page_table, torch.int32, 1, 2, p.max_pages_per_seq)
-    lists = driver.tensor(p.indices, torch.int32, 1, p.query_len, p.top_k)
-    lengths = driver.tensor(p.context_lengths, torch.int32, 1)
-    out, _ = attention.sparse_decode(q, pool, table, lists, lengths, p.attention_scale)
-    driver.tensor(p.o_ptr, dtype, *out.shape).copy_(out)
-
-
-def _index_inputs(driver: HostDriver, dtype: torch.dtype, p, rows: int):
-    state = p.pool_state
-    shape = (state.num_flat_pages, PAGE_TOKENS, 1, state.pool_head_dim)
-    table = driver.tensor(state.page_table, torch.int32, 1, 2, state.max_pages_per_seq)
-    pool = indexer.Pool(driver.tensor(state.pool_ptr, dtype, *shape), table, head_size=0)
-    qk = driver.tensor(p.index_qk_ptr, dtype, 1, rows, 640)
-    cos_sin = driver.tensor(p.cos_sin_ptr, torch.float32, p.max_positions, 64)
-    weights = [driver.tensor(at, dtype, 128) for at in (p.w_q_ptr, p.w_k_ptr)]
-    return qk, cos_sin, driver.tensor(p.context_lengths, torch.int32, 1), *weights, pool
-
-
-def index_prefill(driver: HostDriver, dtype: torch.dtype, p) -> None:
-    qk, cos_sin, lengths, w_q, w_k, pool = _index_inputs(driver, dtype, p, p.seq_len)
-    keys = indexer.compress_keys(qk, cos_sin, lengths, w_k, p.seq_len // BLOCK_TOKENS, pool=pool)
-    indexer.write_raw_tails(qk, lengths, pool)
-    logits = indexer.scores(indexer.prepare_queries(qk, cos_sin, lengths, w_q), keys, lengths)
-    lists = indexer.select_tokens(logits, torch.arange(p.seq_len)[None])
-    driver.tensor(p.out_idx_ptr, torch.int32, *lists.shape).copy_(lists)
-
-
-def index_decode(driver: HostDriver, dtype: torch.dtype, p) -> None:
-    qk, cos_sin, lengths, w_q, w_k, pool = _index_inputs(driver, dtype, p, p.query_len)
-    queries = indexer.pre_decode(qk, cos_sin, lengths, w_q, w_k, pool)
-    logits = indexer.scores_decode(queries, lengths, pool, int(lengths) // BLOCK_TOKENS)
-    lists = indexer.select_tokens(logits, lengths[:, None] - 1)
-    driver.tensor(p.out_idx_ptr, torch.int32, *lists.shape).copy_(lists)
+def run(driver: HostDriver, *parts, missing=lambda *_: None) -> list[dict[str, object]]:
+    """The whole, or some parts of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if parts:
+            patch.setattr(selftest, "PARTS", parts)
+        return selftest.run(0, driver, missing)
 
 
 def test_right_kernels_pass(driver) -> None:
-    checks = selftest.run(0, driver)
-    assert [check["name"] for check in checks if not check["ok"]] == [], checks
-    assert len(checks) == len({check["name"] for check in checks}) == 18
+    checks = run(driver)
+    assert [check for check in checks if not check["ok"] or check["skipped"]] == []
+    assert len(checks) == len({check["name"] for check in checks}) == 48
     assert driver.memory == {}  # all freed
 
 
 def test_kernels_that_do_nothing_fail(driver, monkeypatch) -> None:
-    for runner in RUNNERS:
-        monkeypatch.setattr(runner, "run", staticmethod(lambda *_: None))
-    assert not any(check["ok"] for check in selftest.run(0, driver))
+    host.install_nothing(monkeypatch)
+    assert [check["name"] for check in run(driver) if check["ok"]] == []
 
 
 def test_a_kernel_that_fails_is_named_and_the_others_run_on(driver, monkeypatch) -> None:
@@ -197,7 +267,7 @@ def test_a_kernel_that_fails_is_named_and_the_others_run_on(driver, monkeypatch)
         raise DriverError(said)
 
     monkeypatch.setattr(SparseDecodeRunner, "run", staticmethod(refuse))
-    checks = selftest.run(0, driver)
+    checks = run(driver, sparse)
     assert {check["detail"] for check in checks if "decode d" in check["name"]} == {said}
     assert all(check["ok"] for check in checks if "decode d" not in check["name"])
 
@@ -206,10 +276,67 @@ def test_two_launches_that_differ_are_found(driver, monkeypatch) -> None:
     counter = itertools.count()
 
     def unsteady(dtype: str, p) -> None:
-        prefill(driver, TYPES[dtype], p)
+        host.prefill(driver, TYPES[dtype], p)
         if next(counter) % 2:
             driver.memory[p.o_ptr][-2] ^= 1
 
     monkeypatch.setattr(SparsePrefillRunner, "run", staticmethod(unsteady))
-    found = [check["detail"] for check in selftest.run(0, driver) if "prefill d" in check["name"]]
+    found = [check["detail"] for check in run(driver, sparse) if "prefill d" in check["name"]]
     assert set(found) == {"two launches gave different bits"}
+
+
+def test_a_value_that_is_off_is_found(driver, monkeypatch) -> None:
+    def off(p) -> None:
+        host.paged_attention(driver, None, p)
+        driver.tensor(p.o_ptr, torch.bfloat16, p.rows, p.num_q_heads, p.head_dim)[1, 3, 5] += 0.05
+
+    monkeypatch.setattr(PagedAttentionRunner, "run", staticmethod(off))
+    found = run(driver, paged_case)
+    assert len(found) == 10
+    assert not any(check["ok"] for check in found)
+
+
+def test_a_stash_that_is_lost_is_found(driver, monkeypatch) -> None:
+    def forgetful(p) -> None:
+        host.decode_update(driver, None, p)
+        driver.tensor(p.tail_ptr, torch.bfloat16, p.num_tail_blocks, 2, p.ring, 128)[1, 0, 1] = 0
+
+    monkeypatch.setattr(DecodeUpdate, "run", forgetful)
+    found = {check["name"]: check["detail"] for check in run(driver, kpool_case) if not check["ok"]}
+    assert found == {"kpool compress and decode bf16": "the tail has not its tokens"}
+
+
+# What is not there.
+
+
+def test_an_older_device_skips_what_it_has_no_kernels_for(monkeypatch) -> None:
+    driver = HostDriver((8, 0))
+    host.install(driver, monkeypatch)
+    checks = run(driver, sparse, paged_case, select_case, kpool_case, metrale_case)
+    assert all(check["ok"] for check in checks), checks
+    skipped = {check["name"]: check["detail"] for check in checks if check["skipped"]}
+    for name, reason in (
+        ("sparse_prefill d256 union bf16", "SM '80'; targets of the build are sm_90a"),
+        ("paged attention d128 rows fp8_e4m3", "type 'fp8_e4m3'; built for sm_80 are bf16"),
+        ("kpool hadamard bf16", "no kpool_hadamard here: SM '80'"),
+        ("kpool scores and selection fp8_e4m3", "no kpool_scores here: SM '80'"),
+    ):
+        assert reason in skipped[name]
+    for name in ("sparse_decode d256 split_kv fp16", "paged selection prefill bf16", "metrale scores bf16"):
+        assert name not in skipped
+
+
+def test_what_was_not_built_is_skipped_with_a_short_reason(driver) -> None:
+    def missing(wanted, device: int) -> str | None:
+        if wanted.kernel.startswith("sparse_"):
+            return None
+        has = ", ".join(f"qsa_{i}" for i in range(200))
+        return f"no artifact for {wanted}: /a has for this device: {has}; build it: python build.py --gpu-arch sm_90a"
+
+    checks = run(driver, missing=missing)
+    assert all(check["ok"] for check in checks)
+    left = {check["name"] for check in checks if not check["skipped"]}
+    assert left
+    assert all(name.startswith(("sparse_prefill", "sparse_decode")) and "union" not in name for name in left)
+    found = next(check["detail"] for check in checks if check["name"] == "kpool expand bf16")
+    assert found == "no artifact for kpool_expand d128 bf16; build it: python build.py --gpu-arch sm_90a"
