@@ -19,7 +19,7 @@ from qsa_cute.runners.workspace import Workspace
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_LAYOUTS = 4096  # of calls, remembered with their checked parameters
+MAX_LAYOUTS = 4096  # of calls, remembered with their checked parameters: 4 KiB each
 WARPS = 8  # of a block
 _FIELDS = ("q_ptr", "k_ptr", "v_ptr", "indices", "block_table", "token_to_req", "o_ptr", "gate_ptr")
 _known: dict[tuple[Any, ...], tuple[PagedAttentionParams, Workspace | None]] = {}
@@ -83,7 +83,7 @@ def qsa_sparse_paged_attention(
         if layout and params.rows:
             if len(_known) >= MAX_LAYOUTS:
                 _known.clear()
-            _known[layout] = params, wanted
+            _known[layout] = params.moved(params.stream), wanted  # without what its launch will keep
     else:
         params, wanted = known
         addresses = {name: one.data_ptr() for name, one in zip(_FIELDS, given, strict=True)}

@@ -12,7 +12,7 @@ from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.runners import checks, dispatch, union
 from qsa_cute.runners.tensors import Binder, current_stream
 from qsa_cute.runners.workspace import ALIGNMENT, Workspace
-from qsa_cute.runtime import Loader, default_loader
+from qsa_cute.runtime import Loader, Wanted, default_loader
 from qsa_cute.support import Support
 
 KERNEL = "sparse_prefill"
@@ -326,7 +326,8 @@ class SparsePrefillRunner:
     def preflight(
         dtype: object, stream: int | None = None, device: int | None = None, head_dim: int | None = None
     ) -> None:
-        """Load what `run` may pick, in the current context or `device`'s. Idempotent; can be tried again.
+        """Load what `run` may pick, in the current context or `device`'s. Idempotent; can be tried again. The union's
+        kernels where the artifacts have them: `run` does padded lists without.
 
         Args:
             stream: asked whether it is being captured, when a load is needed.
@@ -338,10 +339,10 @@ class SparsePrefillRunner:
         """
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
         loader = default_loader()
-        names = [KERNEL]
-        if dispatch.capability(loader, -1 if device is None else device) == dispatch.SM90:
-            names += [union.PREPARE, union.MAIN, union.ROWS]
-        each = [dispatch.wanted(name, dim, dtype) for name in names for dim in dims]
+        union_for.cache_clear()  # what was built since is there now
+        place = dispatch.ordinal(loader, device)
+        each = [dispatch.wanted(KERNEL, dim, dtype) for dim in dims]
+        each += [one for dim in dims if union_for(dtype, dim, place) for one in _union_wanted(dim, dtype)]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
     @staticmethod
@@ -405,20 +406,26 @@ def union_for(dtype: object, head_dim: int, device: int) -> bool:
     loader = default_loader()
     if dispatch.capability(loader, device) != dispatch.SM90:
         return False
-    names = (union.PREPARE, union.MAIN, union.ROWS)
-    return all(loader.missing_reason(dispatch.wanted(name, head_dim, dtype), device) is None for name in names)
+    return all(loader.missing_reason(one, device) is None for one in _union_wanted(head_dim, dtype))
+
+
+def _union_wanted(head_dim: int, dtype: object) -> list[Wanted]:
+    return [dispatch.wanted(name, head_dim, dtype) for name in (union.PREPARE, union.MAIN, union.ROWS)]
 
 
 def _shared(loader: Loader, dtype: object, params: SparsePrefillParams) -> bool:
     """Launch the union's kernels; false where the device has none and the row kernel will do."""
     if params.launches is None:
+        needed = params.algorithm == UNION or params.index_kind != "padded"
         found = dispatch.capability(loader, params.device)
         if found != dispatch.SM90:
-            if params.algorithm == UNION or params.index_kind != "padded":
+            if needed:
                 raise UnsupportedError(
                     f"the union's kernels are built for sm_90a, the device has compute capability {found}; use padded "
                     f"lists and algorithm {ROWS!r} or None"
                 )
+            return False
+        if not needed and not union_for(dtype, params.head_dim, dispatch.ordinal(loader, params.device)):
             return False
         names = tuple(one.name for one in dataclasses.fields(params) if one.name not in ("packed", "launches"))
         made = union.Launches(params, checks.dtype_name(dtype) or "", loader, names)

@@ -1,9 +1,9 @@
 """The soak: `make gpu-soak`, about two minutes on an H200. Not part of `tests/gpu`, and not of the evidence.
 
 Many launches over random ragged batches (`--launches`, 200,000 of decode and as many of select), shapes drawn by
-hypothesis for every host function, eight threads on one loader, captures while others load, artifacts replaced under
-a running process, and a context that is reset. Inputs, invariants and their proof on a CPU: `soak_cases.py`,
-`tests/unit/test_soak.py`.
+hypothesis for the attention and indexer runners, eight threads on one loader, captures while others load, artifacts
+replaced under a running process, and a context that is reset. Inputs, invariants and their proof on a CPU:
+`soak_cases.py`, `tests/unit/test_soak.py`. The functions of the hosts: `soak_hosts.py`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import struct
+import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -432,3 +435,110 @@ def test_preflight_needs_no_more_than_a_run(monkeypatch) -> None:
     loader.missing_reason = lambda *_: None
     PagedAttentionRunner.preflight("bf16", device=0, head_dim=256)
     assert len(loaded) == 7
+
+
+class Kept(FakeTensor):
+    """A tensor of a call of the host's function."""
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def view(self, shape: tuple[int, ...]) -> Kept:
+        return Kept(*shape, dtype=self.dtype, pointer=self.data_ptr())  # on the first device, as all here
+
+
+def calls(rows: int) -> dict[str, FakeTensor]:
+    """The tensors of one call, as the host's function takes them."""
+    found = tensors(
+        q=Kept(rows, 24, 256),
+        indices=ints(rows, 2052),
+        token_to_req=ints(rows),
+        o=Kept(rows, 24, 256),
+        gate=Kept(rows, 24, 256),
+    )
+    for one in found.values():
+        one.device = torch.device("cuda:0")  # which has a hash
+    return {name: found[name] for name in ("q", "k_cache", "v_cache", "indices", "block_table", "token_to_req")} | {
+        "out": found["o"],
+        "output_gate": found["gate"],
+    }
+
+
+class TestWhatTheHostRemembers:
+    @pytest.fixture
+    def launched(self, monkeypatch) -> list[PagedAttentionParams]:
+        """Params that were launched, each with what a launch keeps with them; the workspace is memory of torch's."""
+        found = []
+
+        def launch(made: PagedAttentionParams) -> None:
+            for name in ("packed", "_launches", "_as_rows"):
+                object.__setattr__(made, name, bytearray(1 << 16))
+            found.append(made)
+
+        driver = SimpleNamespace(current_context=lambda: 1, current_device=lambda: 0, capability=lambda _: (9, 0))
+        loader = SimpleNamespace(driver=driver, missing_reason=lambda *_: None)
+        monkeypatch.setattr(runner, "default_loader", lambda: loader)
+        monkeypatch.setattr(runner.dispatch, "_capabilities", {})
+        monkeypatch.setattr(PagedAttentionRunner, "run", staticmethod(launch))
+        monkeypatch.setattr(host, "_known", {})
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: Kept(1, dtype="torch.uint8"))
+        return found
+
+    @staticmethod
+    def call(rows: int) -> dict[str, FakeTensor]:
+        given = calls(rows)
+        out, gate = given["out"], given.pop("output_gate")
+        given = {"logical_indices" if name == "indices" else name: one for name, one in given.items()}
+        given["use_prefill_config"] = False
+        assert host.qsa_sparse_paged_attention(**given, output_gate=gate) is out
+        return given
+
+    def test_no_tensor_and_nothing_of_a_launch(self, launched) -> None:
+        rows = (4, 300)  # the second brings a workspace
+        refs = [weakref.ref(one) for n in rows for one in self.call(n).values() if isinstance(one, FakeTensor)]
+        gc.collect()
+        assert len(refs) == 14
+        assert [ref() for ref in refs if ref() is not None] == []
+        assert [made.algorithm for made in launched] == [None, "shared"]
+        assert len(host._known) == 2
+        for (kept, _), made in zip(host._known.values(), launched, strict=True):
+            assert kept is not made
+            assert (kept.packed, kept._launches, kept._as_rows) == (None, None, None)
+
+    def test_what_is_remembered_is_the_call(self, launched) -> None:
+        for _ in range(2):
+            for rows in (4, 300):
+                given = self.call(rows)
+                made, at = (
+                    launched[-1],
+                    {"q": "q_ptr", "k_cache": "k_ptr", "out": "o_ptr", "block_table": "block_table"},
+                )
+                assert all(given[name].data_ptr() == getattr(made, field) for name, field in at.items())
+                assert made.rows == rows
+        assert len(host._known) == 2
+        assert launched[1].workspace != launched[3].workspace
+
+    def test_it_is_bounded(self, launched, monkeypatch) -> None:
+        monkeypatch.setattr(host, "MAX_LAYOUTS", 5)
+        for rows in range(1, 18):
+            self.call(rows)
+            assert len(host._known) <= 5
+
+    def test_it_is_small(self, launched) -> None:
+        """Of `MAX_LAYOUTS` layouts each is a few kilobytes."""
+        self.call(1)
+        launched.clear()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for rows in range(2, 52):
+                self.call(rows)
+                launched.clear()
+            gc.collect()
+            each = (tracemalloc.get_traced_memory()[0] - before) / 50
+        finally:
+            tracemalloc.stop()
+        assert each < 6 << 10, f"{each} bytes each"

@@ -37,8 +37,14 @@ class Driver:
 
 
 class FakeLoader:
-    def __init__(self, capability=(9, 0)) -> None:
-        self.driver, self.log = Driver(capability), []
+    def __init__(self, capability=(9, 0), lacks: str = "") -> None:
+        self.driver, self.log, self._lacks = Driver(capability), [], lacks
+
+    def missing_reason(self, wanted, device=0) -> str | None:
+        return "not built" if self._lacks and self._lacks in wanted.kernel else None
+
+    def kernel(self, wanted, device=None, stream=0) -> None:
+        self.log.append(SimpleNamespace(kernel=wanted.kernel))
 
     def peek(self, wanted, device=-1, stream=0):
         def launch(params, grid, stream, cluster=1, smem=None):
@@ -52,9 +58,11 @@ def use(monkeypatch):
     def install(loader):
         monkeypatch.setattr(dispatch, "_capabilities", {})
         monkeypatch.setattr(sparse_prefill, "default_loader", lambda: loader)
+        sparse_prefill.union_for.cache_clear()
         return loader
 
-    return install
+    yield install
+    sparse_prefill.union_for.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,25 @@ def test_elsewhere_the_row_kernel_does_it(use, capability) -> None:
     assert [one.kernel for one in loader.log] == ["sparse_prefill"]
     with pytest.raises(UnsupportedError, match="built for sm_90a"):
         SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE, index_kind="blocks"))
+
+
+@pytest.mark.parametrize("lacks", ["union", "union_rows"])
+def test_artifacts_without_the_union_do_row_by_row(use, lacks) -> None:
+    """What `preflight` asks for and what `run` takes agree: a store may be built for a part of the registry."""
+    loader = use(FakeLoader(lacks=lacks))
+    SparsePrefillRunner.preflight("bf16", device=0, head_dim=256)
+    SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE))
+    assert [one.kernel for one in loader.log] == ["sparse_prefill"] * 2
+    SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE, algorithm="union"))
+    assert loader.log[2].kernel == "union_prepare", "what is asked for by name is asked for: the loader says what lacks"
+    loader._lacks = ""  # it was built since
+    del loader.log[:]
+    SparsePrefillRunner.preflight("bf16", device=0, head_dim=256)
+    SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE))
+    assert [one.kernel for one in loader.log] == [
+        "sparse_prefill",
+        *["union_prepare", "union_prefill", "union_rows"] * 2,
+    ]
 
 
 def test_one_head_and_one_token_still_have_strides(use) -> None:
