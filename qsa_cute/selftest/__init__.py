@@ -30,11 +30,12 @@ def checks(capability: tuple[int, int]) -> Iterator[Check]:
 
 def lacking(check: Check, dtype: str, capability: tuple[int, int], missing: Callable[[Wanted], str | None]) -> str:
     """Why a case has no kernels here, by the targets of the build or by its artifacts; "" where it has all."""
-    for kernel, head_dim, own in check.needs:
-        support = dispatch.target_support(kernel, head_dim, "{}{}".format(*capability), own or dtype)
+    for one in check.needs:
+        wanted = one._replace(dtype=one.dtype or dtype)
+        support = dispatch.target_support(one.kernel, one.head_dim, "{}{}".format(*capability), wanted.dtype)
         if not support:
-            return f"no {kernel} here: {support.reason}"
-        reason = missing(Wanted(kernel, head_dim, own or dtype))
+            return f"no {one.kernel} here: {support.reason}"
+        reason = missing(wanted)
         if reason:
             return reason if len(reason) <= _LONGEST else f"{reason.partition(': ')[0]}; {reason.rpartition('; ')[2]}"
     return ""

@@ -12,7 +12,7 @@ from qsa_cute import geometry
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner
 from qsa_cute.runners.union import MAIN, PREPARE
 from qsa_cute.runners.union import ROWS as UNION_ROWS
-from qsa_cute.selftest.memory import Case, Check, Memory
+from qsa_cute.selftest.memory import Case, Check, Memory, need
 from qsa_cute.selftest.values import NAN_BITS, attend, element_bits, floats, wrong_values
 
 TOLERANCE = 2e-2  # of outputs, inputs of magnitude up to 2
@@ -138,8 +138,8 @@ def checks(_sm90: bool) -> Iterator[Check]:
     decode = {"cluster": ("sparse_decode_cluster",), "split_kv": ("sparse_decode",)}
     for dim in geometry.SUPPORTED_HEAD_DIMS:
         for algorithm, kernels in prefill.items():
-            needs = tuple((kernel, dim, "") for kernel in kernels)
+            needs = tuple(need(kernel, dim) for kernel in kernels)
             yield Check(f"sparse_prefill d{dim} {algorithm}", prefill_case(dim, algorithm), needs)
         for algorithm, kernels in decode.items():
-            needs = tuple((kernel, dim, "") for kernel in kernels)
+            needs = tuple(need(kernel, dim) for kernel in kernels)
             yield Check(f"sparse_decode d{dim} {algorithm}", decode_case(dim, algorithm), needs)

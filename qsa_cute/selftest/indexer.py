@@ -17,7 +17,7 @@ from qsa_cute.runners import (
     QsaIndexerPoolState,
 )
 from qsa_cute.runners.indexer_select import decode_kernels, prefill_kernels
-from qsa_cute.selftest.memory import Check, Memory
+from qsa_cute.selftest.memory import Check, Memory, need
 from qsa_cute.selftest.values import Vector, dot, element_bits, floats, not_the_best, rounded
 
 BAND = 1e-3  # of logits around the 512th, within which a selection may differ
@@ -144,6 +144,6 @@ def indexer_case(memory: Memory, dtype: str) -> str:
 
 
 def checks(sm90: bool) -> Iterator[Check]:
-    kernels = dict.fromkeys(name for name, _ in (*prefill_kernels(sm90), *decode_kernels(sm90)))
-    needs = tuple((kernel, geometry.INDEX_HEAD_DIM, "") for kernel in kernels)
+    kernels = dict.fromkeys((*prefill_kernels(sm90), *decode_kernels(sm90)))
+    needs = tuple(need(name, geometry.INDEX_HEAD_DIM, baked=baked) for name, baked in kernels)
     yield Check("indexer prefill and decode", indexer_case, needs)

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qsa_cute import geometry
+from qsa_cute.runners.dispatch import Baked
 from qsa_cute.runners.indexer_select import selection_choice
 from qsa_cute.runners.kpool import ENTRY_BYTES, CompressWrite, DecodeUpdate, HadamardQuant, SeedTail
 from qsa_cute.runners.kpool_expand import ExpandTail
-from qsa_cute.runners.kpool_scores import WIDTH, PoolSelectParams, PoolSelectRunner
-from qsa_cute.selftest.memory import POISON, Check, Memory
+from qsa_cute.runners.kpool_scores import DECODE, PREFILL, WIDTH, PoolSelectParams, PoolSelectRunner
+from qsa_cute.runtime import Wanted
+from qsa_cute.selftest.memory import POISON, Check, Memory, need
 from qsa_cute.selftest.values import (
     FP8,
     FP8_MAX,
@@ -240,13 +242,14 @@ def selection_case(memory: Memory, dtype: str) -> str:
 
 
 def checks(sm90: bool) -> Iterator[Check]:
-    def needs(*kernels: str) -> tuple[tuple[str, int, str], ...]:
-        return tuple((kernel, DIM, "bf16") for kernel in kernels)
+    def needs(*kernels: str, baked: Baked = ()) -> tuple[Wanted, ...]:
+        return tuple(need(kernel, DIM, "bf16", baked) for kernel in kernels)
 
     yield Check("kpool hadamard", hadamard_case, needs("kpool_hadamard"), ("bf16",))
-    decode = needs("kpool_compress", "kpool_seed_tail", "kpool_decode")
-    yield Check("kpool compress and decode", compress_case, decode, ("bf16",))
+    pooled = needs("kpool_compress", "kpool_decode", baked=(("pool", POOL),))
+    yield Check("kpool compress and decode", compress_case, (*pooled, *needs("kpool_seed_tail")), ("bf16",))
     yield Check("kpool expand", expand_case, needs("kpool_expand"), ("bf16",))
-    select, _, _ = selection_choice(len(SEEN), max(SEEN) // POOL, sm90)
-    scores = (("kpool_scores", DIM, FP8), *needs(select, "kpool_expand"))
-    yield Check("kpool scores and selection", selection_case, scores, (FP8,))
+    select, baked, _ = selection_choice(len(SEEN), max(SEEN) // POOL, sm90)
+    scores = [need("kpool_scores", DIM, FP8, each) for each in (PREFILL[1], DECODE[0][1])]
+    rest = (*needs(select, baked=baked), *needs("kpool_expand"))
+    yield Check("kpool scores and selection", selection_case, (*scores, *rest), (FP8,))

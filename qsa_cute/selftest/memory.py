@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from qsa_cute.runners.dispatch import Baked
+from qsa_cute.runtime import Wanted
 from qsa_cute.runtime.driver import Driver
 
 POISON = 0xFF  # bytes of memory that nothing wrote; NaN as bf16, fp16, e4m3 and FP32
@@ -50,16 +52,21 @@ class Memory:
 Case = Callable[[Memory, str], str]  # of a type: what is wrong, "" for nothing
 
 
+def need(kernel: str, head_dim: int, dtype: str = "", baked: Baked = ()) -> Wanted:
+    """An artifact; type "" is the one that the case is run in."""
+    return Wanted.of((kernel, head_dim, dtype, baked))
+
+
 @dataclass(frozen=True)
 class Check:
     """A case and what it takes.
 
     Attributes:
-        needs: (kernel, head dim, type) of the artifacts that it launches; "" is the type that the case is run in.
+        needs: the artifacts that it launches, of `need`.
         dtypes: types to run it in.
     """
 
     name: str
     case: Case
-    needs: tuple[tuple[str, int, str], ...]
+    needs: tuple[Wanted, ...]
     dtypes: tuple[str, ...] = ("bf16", "fp16")

@@ -11,9 +11,10 @@ from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.runners import metrale as launches
+from qsa_cute.runtime import Wanted
 from qsa_cute.selftest.attention import vector, wrong_output
 from qsa_cute.selftest.indexer import block_key, norm_rope
-from qsa_cute.selftest.memory import Case, Check, Memory
+from qsa_cute.selftest.memory import Case, Check, Memory, need
 from qsa_cute.selftest.values import NAN_BITS, attend, dot, element_bits, floats, wrong_values
 
 DIM, HEADS, RATIO = geometry.INDEX_HEAD_DIM, geometry.INDEX_HEADS, geometry.BLOCK_TOKENS
@@ -182,12 +183,12 @@ def attention_case(dim: int) -> Case:
 
 
 def checks(sm90: bool) -> Iterator[Check]:
-    def needs(*kernels: str) -> tuple[tuple[str, int, str], ...]:
-        return tuple((kernel, DIM, "") for kernel in kernels)
+    def needs(*kernels: str) -> tuple[Wanted, ...]:
+        return tuple(need(kernel, DIM) for kernel in kernels)
 
     yield Check("metrale norms", norms_case, needs("metrale_block_pool", "metrale_qprep"))
     scores = ("metrale_score", "metrale_score_rows", launches.WGMMA if sm90 else launches.MMA)
     yield Check("metrale scores", scores_case, needs(*scores))
-    yield Check("metrale gather", gather_case, ((launches.GATHER, DIM, "bf16"),))
+    yield Check("metrale gather", gather_case, (need(launches.GATHER, DIM, "bf16"),))
     for dim in geometry.SUPPORTED_HEAD_DIMS:
-        yield Check(f"metrale attention d{dim}", attention_case(dim), ((launches.ATTENTION, dim, ""),))
+        yield Check(f"metrale attention d{dim}", attention_case(dim), (need(launches.ATTENTION, dim),))

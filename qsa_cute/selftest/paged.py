@@ -12,7 +12,7 @@ from qsa_cute import geometry
 from qsa_cute.runners import union_paged
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
 from qsa_cute.selftest.attention import vector, wrong_output
-from qsa_cute.selftest.memory import Case, Check, Memory
+from qsa_cute.selftest.memory import Case, Check, Memory, need
 from qsa_cute.selftest.values import FP8, NAN_BITS, attend, element_bits, rounded
 
 Q_HEADS, KV_HEADS = 6, 2
@@ -115,6 +115,6 @@ def attention_case(dim: int, algorithm: str) -> Case:
 def checks(_sm90: bool) -> Iterator[Check]:
     for dim in geometry.SUPPORTED_HEAD_DIMS:
         for algorithm, kernels in NEEDS.items():
-            needs = tuple((kernel, dim, "") for kernel in kernels)
+            needs = tuple(need(kernel, dim) for kernel in kernels)
             dtypes = ("bf16",) if algorithm == "shared" else ("bf16", FP8)
             yield Check(f"paged attention d{dim} {algorithm}", attention_case(dim, algorithm), needs, dtypes)

@@ -10,8 +10,15 @@ from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.runners.indexer_select import selection_choice
-from qsa_cute.runners.paged_select import SELECT_DTYPE, ExpandCounted, PagedScores, PagedScoresDecode, select_ids
-from qsa_cute.selftest.memory import Case, Check, Memory
+from qsa_cute.runners.paged_select import (
+    SELECT_DTYPE,
+    ExpandCounted,
+    PagedScores,
+    PagedScoresDecode,
+    decode_choice,
+    select_ids,
+)
+from qsa_cute.selftest.memory import Case, Check, Memory, need
 from qsa_cute.selftest.values import FP8, NAN_BITS, dot, element_bits, floats, wrong_ids
 
 TOP, DIM, HEADS = geometry.TOP_BLOCKS, geometry.INDEX_HEAD_DIM, geometry.INDEX_HEADS
@@ -98,8 +105,12 @@ def selection_case(prefill: bool) -> Case:
 
 
 def checks(sm90: bool) -> Iterator[Check]:
-    scores = {"decode": "paged_scores_decode", "prefill": "paged_scores_wgmma" if sm90 else "paged_scores_prefill"}
-    select, _, _ = selection_choice(len(VISIBLE), len(TABLE) * PAGE, sm90)
+    rows, columns = len(VISIBLE), len(TABLE) * PAGE
+    scores = {
+        "decode": need(PagedScoresDecode.KERNEL, DIM, baked=decode_choice(rows, 1, columns)[0]),
+        "prefill": need(PagedScores.TILES["wgmma" if sm90 else "mma"][0], DIM),
+    }
+    select, baked, _ = selection_choice(rows, columns, sm90)
+    rest = need(select, DIM, SELECT_DTYPE, baked), need(ExpandCounted.KERNEL, DIM, SELECT_DTYPE)
     for name, kernel in scores.items():
-        needs = ((kernel, DIM, ""), (select, DIM, SELECT_DTYPE), (ExpandCounted.KERNEL, DIM, SELECT_DTYPE))
-        yield Check(f"paged selection {name}", selection_case(name == "prefill"), needs, tuple(BAND))
+        yield Check(f"paged selection {name}", selection_case(name == "prefill"), (kernel, *rest), tuple(BAND))

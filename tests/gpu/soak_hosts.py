@@ -45,28 +45,27 @@ indices = st.sampled_from([torch.int32, torch.int64])
 
 # vLLM's attention.
 
-caches = st.sampled_from(list(paged_cases.CACHE_DTYPES))
 heads = st.tuples(st.integers(1, 16), st.integers(1, 3))
-contexts = st.lists(st.sampled_from([0, 1, 17, 400, 2051, 3000, 5200]), min_size=1, max_size=4).map(tuple)
-paging = st.integers(1, 200).map(lambda n: 16 * n)
-orders = st.permutations(paged_cases.KINDS).map(tuple)
-
-
-def a_paged_case(cache, dim, heads, lengths, rows, width, page, kinds, interleaved, seed):
-    group, kv_heads = heads
-    sizes = {"rows": rows, "width": width, "page_size": page, "kinds": kinds, "interleaved": interleaved}
-    return paged_cases.paged(cache, dim, group, kv_heads, lengths, seed=seed, **sizes)
-
-
+A_CASE = {
+    "cache_dtype": st.sampled_from(list(paged_cases.CACHE_DTYPES)),
+    "head_dim": dims,
+    "lengths": st.lists(st.sampled_from([0, 1, 17, 400, 2051, 3000, 5200]), min_size=1, max_size=4).map(tuple),
+    "page_size": st.integers(1, 200).map(lambda n: 16 * n),
+    "kinds": st.permutations(paged_cases.KINDS).map(tuple),
+    "interleaved": st.booleans(),
+    "kv_heads": st.integers(1, 3),
+    "seed": seeds,
+}
 few_rows = st.builds(
-    a_paged_case, caches, dims, heads, contexts, st.integers(1, 60), st.integers(1, 2051), paging, orders,
-    st.booleans(), seeds,
-)  # fmt: skip
-# Enough rows that a bf16 cache's share their gather.
-many_rows = st.builds(
-    a_paged_case, caches, dims, st.tuples(st.sampled_from([1, 3, 6, 12, 16]), st.integers(1, 2)), contexts,
-    st.integers(153, 300), st.sampled_from([1, 63, 515, 2051]), paging, orders, st.booleans(), seeds,
-)  # fmt: skip
+    paged_cases.paged, group=st.integers(1, 16), rows=st.integers(1, 60), width=st.integers(1, 2051), **A_CASE
+)
+many_rows = st.builds(  # so many that a bf16 cache's share their gather
+    paged_cases.paged,
+    group=st.sampled_from([1, 3, 6, 12, 16]),
+    rows=st.integers(153, 300),
+    width=st.sampled_from([1, 63, 515, 2051]),
+    **A_CASE,
+)
 
 
 def check_paged(case: paged_cases.Paged, prefill: bool) -> None:

@@ -18,6 +18,7 @@ from qsa_cute.reference import attention, indexer, kpool, metrale, paged, paged_
 from qsa_cute.runners import SparseDecodeRunner, SparsePrefillRunner
 from qsa_cute.runners.kpool import DecodeUpdate
 from qsa_cute.runners.paged_attention import PagedAttentionRunner
+from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.selftest import attention as sparse
 from qsa_cute.selftest import indexer as index_case
 from qsa_cute.selftest import kpool as kpool_case
@@ -25,6 +26,7 @@ from qsa_cute.selftest import metrale as metrale_case
 from qsa_cute.selftest import paged as paged_case
 from qsa_cute.selftest import paged_select as select_case
 from qsa_cute.selftest import values
+from qsa_cute.variants import SMS, variants
 
 each = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 each_type = pytest.mark.parametrize("dtype", TYPES)
@@ -307,6 +309,21 @@ def test_a_stash_that_is_lost_is_found(driver, monkeypatch) -> None:
 
 
 # What is not there.
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9), (8, 0), (12, 0)])
+def test_a_case_names_its_kernels_without_ambiguity(capability) -> None:
+    """One registered variant answers each that the device has; on SM90 none lacks."""
+    sm = sm_rules.preference(SMS, capability)[0]
+    for check in selftest.checks(capability):
+        for dtype in check.dtypes:
+            if selftest.lacking(check, dtype, capability, lambda _: None):
+                assert capability != (9, 0)
+                continue
+            assert check.needs
+            for one in check.needs:
+                found = variants([sm], one.kernel, [one.head_dim], [one.dtype or dtype])
+                assert sum(set(one.baked) <= set(variant.baked) for variant in found) == 1, one
 
 
 def test_an_older_device_skips_what_it_has_no_kernels_for(monkeypatch) -> None:
