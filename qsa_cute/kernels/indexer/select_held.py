@@ -42,6 +42,7 @@ class SelectHeld(Select):
         self.threads, self.held, self.ranks = threads, held, ranks
         self.space = "shared" if ranks == 1 else "shared::cluster"
         self.warps = threads // 32
+        self.scanners = 1 << (threads.bit_length() - 1)  # threads that scan the bins: each as many
         self.chunks = held // 4
         self.segment = 32 * held  # elements of a warp
         self.hist = 0  # at the end: the numbers to be ranked
@@ -126,8 +127,7 @@ class SelectHeld(Select):
     def prepare(self, smem: Int32, tid: Int32):
         if cutlass.const_expr(self.ranks > 1):
             cute.arch.cluster_arrive_relaxed()  # shared memory of a peer may be written once it runs
-        for i in cutlass.range_constexpr(BINS // 2 // self.threads):
-            so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+        self.zero_bins(smem, tid)
         for i in cutlass.range(tid, self.ranks * FEW, self.threads, unroll=1):
             so.store_u64(smem + self.few + i * 8, Uint64(0))
         if tid < 16:
@@ -273,11 +273,13 @@ class SelectHeld(Select):
         """Find, from the highest bin down, the one that holds the need-th count, bin 0 when those above do not. Words
         0, 1, 2: the bin, the counts above it, its own. The histograms are complete; all threads return after the
         words are."""
-        per = BINS // self.threads
+        per = BINS // self.scanners
         step = min(per, 4)
         warp = tid // 32
         lane = tid % 32
         first = BINS - (tid + 1) * per
+        if cutlass.const_expr(self.scanners < self.threads):
+            first = cutlass.max(first, Int32(0))
         tC = cute.make_rmem_tensor((per,), Int32)
         for i in cutlass.range_constexpr(per):
             tC[i] = Int32(0)
@@ -287,6 +289,9 @@ class SelectHeld(Select):
                 c = so.load_i32_vector(hist + i * step * 4, step, self.space)
                 for k in cutlass.range_constexpr(step):
                     tC[i * step + k] = tC[i * step + k] + c[k]
+        if cutlass.const_expr(self.scanners < self.threads):
+            for i in cutlass.range_constexpr(per):
+                tC[i] = tC[i] if tid < self.scanners else Int32(0)
         mine = Int32(0)
         for i in cutlass.range_constexpr(per):
             mine = mine + tC[i]
@@ -298,7 +303,7 @@ class SelectHeld(Select):
         if lane < warp:
             other = so.load_i32(smem + self.totals + lane * 4)
         before = before + cute.arch.warp_redux_sync(other, "add")
-        if before < need and (need <= before + mine or tid == self.threads - 1):
+        if before < need and (need <= before + mine or tid == self.scanners - 1):
             place = Int32(0)
             above = before + mine
             count = Int32(0)
@@ -433,9 +438,16 @@ class SelectHeld(Select):
     def clear(self, smem: Int32, tid: Int32):
         """Zero the histogram after all have read it; complete when this returns."""
         self.sync_all()
-        for i in cutlass.range_constexpr(BINS // 2 // self.threads):
-            so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+        self.zero_bins(smem, tid)
         cute.arch.sync_threads()
+
+    @cute.jit
+    def zero_bins(self, smem: Int32, tid: Int32):
+        for i in cutlass.range_constexpr(BINS // 2 // self.scanners):
+            if cutlass.const_expr(self.scanners == self.threads):
+                so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+            elif tid < self.scanners:
+                so.store_u64(smem + self.hist + (tid + i * self.scanners) * 8, Uint64(0))
 
     # ---- the chosen ----------------------------------------------------------------------------------
 
