@@ -310,6 +310,11 @@ class PagedScoresDecode:
                 for n in cutlass.range_constexpr(self.tiles):
                     b = (tQ[(n * self.steps_k + k) * 2], tQ[(n * self.steps_k + k) * 2 + 1])
                     self.mma(acc, 4 * (t * self.tiles + n), a, b)
+        self.finish(acc, tL, out, row_bytes, column0, lane)
+
+    @cute.jit
+    def finish(self, acc: cute.Tensor, tL: cute.Tensor, out: Int64, row_bytes: Int64, column0: Int32, lane: Int32):
+        """A step's products to logits."""
         column = column0 + (lane // 4) * 4
         for m in cutlass.range_constexpr(self.groups):
             values = []

@@ -54,14 +54,17 @@ class SelectRow(SelectHeld):
         super().__init__(0, "", threads, held, 1, 1)
 
     @cute.jit
-    def read_row(self, tV: cute.Tensor, row: Int32, first: Int32, visible: Int32):
-        """This thread's elements, NaN from `visible` on, where nothing is read."""
+    def read_row(self, tV: cute.Tensor, row: Int32, origin: Int32, visible: Int32, lane: Int32):
+        """This thread's elements; nothing is read from `visible` on."""
+        first = origin + lane * 4
         last = (visible - 1) // 4 * 4
         for i in cutlass.range_constexpr(self.chunks):
             at = first + i * CHUNK
             v = ops.load_shared_f32x4(row + cutlass.min(at, last) * 4)
             for e in cutlass.range_constexpr(4):
-                tV[4 * i + e] = v[e] if at + e < visible else Float32(float("nan"))
+                tV[4 * i + e] = v[e]
+        if origin + self.segment > visible:
+            self.mask(tV, first, visible)
 
     @cute.jit
     def reread(self, logits: Int64, single: Int32, first: Int32, visible: Int32) -> Uint64:
@@ -207,6 +210,73 @@ class PagedSelectDecode(PagedScoresDecode):
             self.select(smem, out, clamp(own, num_columns), tid)
 
     @cute.jit
+    def walk(
+        self,
+        keys: PagedKeys,
+        tQ: cute.Tensor,
+        tL: cute.Tensor,
+        ring: Int32,
+        out: Int64,
+        row_bytes: Int64,
+        page: Int32,
+        token: Int32,
+        table_slot: Int32,
+        skip: Int32,
+        rest: Int32,
+        first: Int32,
+        step: Int32,
+        seen: Int32,
+        lane: Int32,
+    ):
+        """With one stage, its halves are refilled as they are used: something is on its way all the time."""
+        if cutlass.const_expr(self.stages > 1):
+            PagedScoresDecode.walk(
+                self, keys, tQ, tL, ring, out, row_bytes, page, token, table_slot, skip, rest, first, step, seen, lane
+            )
+        else:
+            low, high = keys.locate(page, token, first * STEP + lane < seen)
+            for t in cutlass.range_constexpr(2):
+                self.gather_half(ring, keys, low, high, first * STEP < seen, t, lane)
+            table_slot, token = self.advance(table_slot, token, skip, rest, keys.page_size)
+            page = keys.read_table(table_slot, (first + step) * STEP + lane)
+            acc = cute.make_rmem_tensor((8 * self.tiles,), Float32)  # [m-tile 2][n-tile][4]
+            for at in cutlass.range(first, (seen + STEP - 1) // STEP, step, unroll=1):
+                coming = (at + step) * STEP
+                low, high = keys.locate(page, token, coming + lane < seen)
+                table_slot, token = self.advance(table_slot, token, skip, rest, keys.page_size)
+                page = keys.read_table(table_slot, coming + step * STEP + lane)
+                acc.fill(0.0)
+                for t in cutlass.range_constexpr(2):
+                    cute.arch.cp_async_wait_group(1)
+                    cute.arch.sync_warp()
+                    self.multiply_half(ring, tQ, acc, t, lane)
+                    cute.arch.sync_warp()
+                    self.gather_half(ring, keys, low, high, coming < seen, t, lane)
+                self.finish(acc, tL, out, row_bytes, at * STEP, lane)
+            cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def gather_half(
+        self, slot: Int32, keys: PagedKeys, low: Int32, high: Int32, any_live, t: cutlass.Constexpr[int], lane: Int32
+    ):
+        """Start copying the keys of m-tile t of a step, which `gather` copies whole."""
+        if any_live:
+            for i in cutlass.range_constexpr(8):
+                row = 16 * t + i + 8 * (lane // 16)
+                dst = slot + row * self.row_bytes + (lane % 16 ^ i) * 16
+                keys.copy(dst, low, high, 4 * i + 2 * t + lane // 16, lane % 16 * 16)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def multiply_half(self, slot: Int32, tQ: cute.Tensor, acc: cute.Tensor, t: cutlass.Constexpr[int], lane: Int32):
+        at = slot + (16 * t + lane % 16) * self.row_bytes
+        for k in cutlass.range_constexpr(self.steps_k):
+            a = ops.ldmatrix_x4(at + ((2 * k + lane // 16) ^ (lane % 8)) * 16)
+            for n in cutlass.range_constexpr(self.tiles):
+                b = (tQ[(n * self.steps_k + k) * 2], tQ[(n * self.steps_k + k) * 2 + 1])
+                self.mma(acc, 4 * (t * self.tiles + n), a, b)
+
+    @cute.jit
     def read_limits(self, tL: cute.Tensor, visible: Int64, query_len: Int32, num_columns: Int32, lane: Int32):
         """Of rows that see no more than they take, 0: they need no logits."""
         most = PagedScoresDecode.read_limits(self, tL, visible, query_len, num_columns, lane)
@@ -238,5 +308,5 @@ class PagedSelectDecode(PagedScoresDecode):
             origin = tid // 32 * pick.segment
             cute.arch.mbarrier_wait(barrier, 0)
             tV = cute.make_rmem_tensor((pick.held,), Float32)
-            pick.read_row(tV, row, origin + tid % 32 * 4, visible)
+            pick.read_row(tV, row, origin, visible, tid % 32)
             pick.choose(smem, tV, Int64(row), out, origin, visible, Int32(0), Int32(0), Int32(0), Int32(0), tid)

@@ -14,7 +14,7 @@ A row that sees <= 512 blocks selects them all.
 
 Grid: (rows), or (rows, ranks) in clusters of (1, ranks, 1). Rows, outputs and parameters are those of `select.py`.
 
-Baked: threads, elements a thread holds (8, 16 or 32), blocks that share a row, blocks an SM has registers for. The
+Baked: threads, elements a thread holds (8, 16, 24 or 32), blocks that share a row, blocks an SM has registers for. The
 caller guarantees num_blocks <= threads * held * ranks. Any alignment of rows. Elements between `visible` and
 num_blocks may be loaded, before the length is known, and are then ignored; past num_blocks nothing is read, nor is
 anything when num_blocks <= 512.
@@ -194,7 +194,7 @@ class SelectHeld(Select):
         same = Int32(0)  # of the 512th's
         for j in cutlass.range_constexpr(self.held):
             taken, same = so.sift(tV[j], scale, bias, edge, taken, same, 1 << j)
-        self.publish(smem, tV, taken, same, first, rank, lane)
+        mine = self.publish(smem, tV, taken, same, first, rank, lane)
         self.sync_all()
 
         tN = cute.make_rmem_tensor((self.ranks,), Uint64)
@@ -211,13 +211,14 @@ class SelectHeld(Select):
                 if r < rank:
                     more = cute.arch.popc(cute.arch.vote_ballot_sync(tN[r] != 0 and tN[r] >= least))
                     before = before + so.load_i32(smem + self.shares + r * 4) + more
-            few = smem + self.few + rank * (FEW * 8)
-            own = so.load_i32(smem + self.words + 12)
-            for k in cutlass.range(own, unroll=1):
-                number = so.load_u64(few + k * 8)
-                past = so.number_index(number) - first
-                if number >= least and past >= 0 and past < self.segment and past % CHUNK < 4:
-                    taken = taken | (Int32(1) << (past // CHUNK * 4 + past % CHUNK))
+            if mine >= least:  # 0 where there is none
+                taken = taken | (same & -same)
+            rest = same & (same - 1)
+            while rest != 0:
+                lowest = rest & -rest
+                if self.reread(logits, lowest, first, visible) >= least:
+                    taken = taken | lowest
+                rest = rest & (rest - 1)
         else:
             least = self.refine(smem, logits, same, need, visible, first, tid)
             more = Int32(0)
@@ -243,7 +244,7 @@ class SelectHeld(Select):
 
     @cute.jit
     def span(self, smem: Int32, tV: cute.Tensor, visible: Int32, rank: Int32, tid: Int32):
-        """(scale, bias) of the bins: fma(value, scale, bias) is 2^23 + bin."""
+        """(scale, bias) of the span: fma(value, scale, bias) is the value's place in it."""
         top = tV[0]
         for j in cutlass.range_constexpr(1, self.held):
             top = cute.arch.fmax(top, tV[j])
@@ -265,8 +266,8 @@ class SelectHeld(Select):
         if visible < 192 * self.held:  # too few maxima for their least to be below the 512th
             lowest = lowest - width
             width = width + width
-        scale = cute.arch.rcp_approx(width) * Float32(BINS - 1)
-        return scale, Float32(1 << 23) - lowest * scale
+        scale = cute.arch.rcp_approx(width)
+        return scale, -(lowest * scale)
 
     @cute.jit
     def scan(self, smem: Int32, need: Int32, tid: Int32):
@@ -321,12 +322,16 @@ class SelectHeld(Select):
 
     @cute.jit
     def publish(self, smem: Int32, tV: cute.Tensor, taken: Int32, same: Int32, first: Int32, rank: Int32, lane: Int32):
-        """Give all ranks this warp's count of chosen elements, and the numbers of the 512th's bin."""
+        """Give all ranks this warp's count of chosen elements, and the numbers of the 512th's bin. The number of this
+        thread's first of these, or 0."""
         self.add_share(smem, cute.arch.warp_redux_sync(Int32(cute.arch.popc(taken)), "add"), rank, lane)
+        mine = Uint64(0)
         rest = same
         while rest != 0:
             lowest = rest & -rest
             number = self.number(tV, lowest, first)
+            if rest == same:
+                mine = number
             slot = so.atomic_add(smem + self.words + 12, Int32(1), "shared")
             rest = rest & (rest - 1)
             if slot >= FEW:
@@ -334,6 +339,7 @@ class SelectHeld(Select):
             else:
                 for r in cutlass.range_constexpr(self.ranks):
                     so.store_u64_at(self.at_rank(smem + self.few + (rank * FEW + slot) * 8, r), number, self.space)
+        return mine
 
     @cute.jit
     def number(self, tV: cute.Tensor, single: Int32, first: Int32) -> Uint64:
@@ -358,10 +364,12 @@ class SelectHeld(Select):
         for r in cutlass.range_constexpr(self.ranks):
             tA[r] = Int32(1)
         for q in cutlass.range_constexpr(self.ranks):
-            for k in cutlass.range(tL[q], unroll=1):
-                other = so.load_u64(smem + self.few + (q * FEW + k) * 8)
-                for r in cutlass.range_constexpr(self.ranks):
-                    tA[r] = tA[r] + Int32(other > tN[r])
+            for k in cutlass.range(0, tL[q], 4, unroll=1):  # four at once: past the last they are 0
+                at = smem + self.few + (q * FEW + k) * 8
+                others = (*so.load_u64x2(at), *so.load_u64x2(at + 16))
+                for other in others:
+                    for r in cutlass.range_constexpr(self.ranks):
+                        tA[r] = tA[r] + Int32(other > tN[r])
         least = Uint64(0)
         for r in cutlass.range_constexpr(self.ranks):
             if tN[r] != 0 and tA[r] == need:
