@@ -571,10 +571,17 @@ class SelectHeld(Select):
         else:
             chosen = smem + self.chosen + tid // BLOCK_TOKENS * 4
             at = out + Int64(tid) * 4
-            for k in cutlass.range_constexpr(TOP_BLOCKS * BLOCK_TOKENS // self.threads):
-                block = so.load_i32(chosen + k * self.threads // BLOCK_TOKENS * 4)
-                ops.store_global_i32(at + k * self.threads * 4, block * BLOCK_TOKENS + tid % BLOCK_TOKENS)
+            whole, rest = divmod(TOP_BLOCKS * BLOCK_TOKENS, self.threads)
+            for k in cutlass.range_constexpr(whole):
+                self.output_token(chosen, at, k, tid)
+            if cutlass.const_expr(rest > 0):
+                if tid < rest:
+                    self.output_token(chosen, at, whole, tid)
             self.output_tail(out, seen, tid)
+
+    def output_token(self, chosen: Int32, at: Int64, k: int, tid: Int32) -> None:
+        block = so.load_i32(chosen + k * self.threads // BLOCK_TOKENS * 4)
+        ops.store_global_i32(at + k * self.threads * 4, block * BLOCK_TOKENS + tid % BLOCK_TOKENS)
 
     @cute.jit
     def output_tail(self, out: Int64, seen: Int32, tid: Int32):
