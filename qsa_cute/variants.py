@@ -235,6 +235,15 @@ _PAGED_DECODE = (
     {"rows": 8, "warps": 4, "stages": 2},
 )
 
+
+def _paged_select(stages: int) -> tuple[Mapping[str, int], ...]:
+    """Of rows up to 3072 columns, two blocks an SM; of rows up to 18432."""
+    return (
+        {"rows": 2, "threads": 384, "held": 8, "warps": 12, "stages": stages, "blocks_per_sm": 2},
+        {"rows": 2, "threads": 768, "held": 24, "warps": 16, "stages": stages, "blocks_per_sm": 1},
+    )
+
+
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         kernel.name: kernel
@@ -326,6 +335,14 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tensor_core="HMMA",
                 fp8=_PAGED_DECODE,
             ),
+            _indexer(
+                "paged_select_decode",
+                "paged_select_decode:PagedSelectDecode",
+                *_paged_select(stages=1),
+                sms=("sm_90a",),
+                tensor_core="HMMA",
+                fp8=_paged_select(stages=2),
+            ),
             _indexer("paged_scores_prefill", "paged_scores_prefill:PagedScoresPrefill", tensor_core="HMMA", fp8=({},)),
             _indexer(
                 "paged_scores_wgmma",
@@ -350,6 +367,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 {"threads": 256, "held": 32, "ranks": 1, "blocks_per_sm": 3},
                 {"threads": 512, "held": 16, "ranks": 1, "blocks_per_sm": 2},
                 {"threads": 512, "held": 32, "ranks": 1, "blocks_per_sm": 1},
+                {"threads": 768, "held": 24, "ranks": 1, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 2, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 4, "blocks_per_sm": 1},
                 sms=("sm_90a",),
