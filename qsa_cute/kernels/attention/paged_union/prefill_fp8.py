@@ -5,9 +5,9 @@ them into registers and write them widened (`widen.py`), where `prefill.py` has 
 crosses shared memory is the same. Q, bf16, becomes fp16 in its place in shared memory: exact from 6e-5 to 65504 in
 magnitude. P is fp16 and at most 2^8.
 
-Whole numbers of the contract: `k_scale_ptr`, `v_scale_ptr` are FP32 factors of `attention_scale` and `output_scale`, 0
-for none. Strides of K and V are elements, which are bytes. Everything else is as in `prefill.py`, and the chunks are
-those that `prepare.py` made; its tensor maps are not used.
+`k_scale_ptr`, `v_scale_ptr`: FP32 factors of `attention_scale` and `output_scale`, 0 for none. Strides of K and V are
+in bytes. Everything else is as in `prefill.py`; the chunks are those that `prepare.py` made for bf16, whose tensor maps
+are not used.
 """
 
 import cuda.bindings.driver as cuda
