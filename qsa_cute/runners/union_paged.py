@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from qsa_cute import geometry, union_layout
 from qsa_cute import paged_union_layout as layout
 from qsa_cute.runners import checks, dispatch, splits
+from qsa_cute.runners import paged_places as places
 from qsa_cute.runners.union import KINDS, LEAST_ROWS
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader
@@ -28,6 +29,7 @@ PREPARE, MAIN, MAIN_FP8, ROWS = (
     "paged_union_rows",
 )
 FP8 = "fp8_e4m3"
+_CELL = ("page", "token")  # what a cell of a head is numbered by
 TILE_REQUESTS = 2  # whose rows a tile may hold
 NUM_MAPS = 3  # tensor maps: K, V, and single tokens of V
 _MAP_WORDS = 32  # of a tensor map, in int32
@@ -290,6 +292,10 @@ class PagedLaunches:
             "page_blocks": p.page_size // geometry.BLOCK_TOKENS,
             "token_shift": layout.entry_shift(p.page_size) + 2,
         }
+        if cache_dtype == FP8:
+            strides = {f"{plane}_stride_{dim}": values[f"{plane}_stride_{dim}"] for plane in "kv" for dim in _CELL}
+            values |= places.units(strides, p.num_pages, p.page_size, 1)
+            values |= {f"{plane}_head_bytes": values[f"{plane}_stride_head"] for plane in "kv"}
         planes = {
             plane: (
                 getattr(p, f"{plane}_ptr"),

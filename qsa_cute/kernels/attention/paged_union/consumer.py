@@ -43,6 +43,10 @@ class OutputScale:
 
 
 class UnionConsumer(PagedUnionTile, UnionSteps):
+    def __init__(self, head_dim: int, dtype: str, tile: int):
+        super().__init__(head_dim, dtype, tile)
+        self.pv_columns = head_dim  # of one instruction
+
     def allocate(self):
         """Shared memory: Q, K and V^T as tensors; the addresses of Q, K, V and the masks; the barriers."""
         atom = warpgroup.make_smem_layout_atom(
@@ -122,7 +126,7 @@ class UnionConsumer(PagedUnionTile, UnionSteps):
             warpgroup.OperandMajorMode.MN,
             Float32,
             atom_layout_mnk=(2, 1, 1),
-            tiler_mn=(64, self.head_dim),
+            tiler_mn=(64, self.pv_columns),
             a_source=warpgroup.OperandSource.RMEM,
         )
         wg, warp, lane = thread.warpgroup, thread.warp, thread.lane

@@ -1,13 +1,13 @@
 """`prefill.py` over an e4m3 cache (SM90): the same walk and the same products, by another gather.
 
-wgmma takes 16-bit operands, so K and V become fp16 (exact) between memory and their slots: the four gather warps read
+wgmma takes 16-bit operands, so K and V become fp16 (exact) between memory and their slots: eight gather warps read
 them into registers and write them widened (`widen.py`), where `prefill.py` has TMA. Half the bytes cross the L2; what
 crosses shared memory is the same. Q, bf16, becomes fp16 in its place in shared memory: exact from 6e-5 to 65504 in
 magnitude. P is fp16 and at most 2^8.
 
-`k_scale_ptr`, `v_scale_ptr`: FP32 factors of `attention_scale` and `output_scale`, 0 for none. Strides of K and V are
-in bytes. Everything else is as in `prefill.py`; the chunks are those that `prepare.py` made for bf16, whose tensor maps
-are not used.
+`k_scale_ptr`, `v_scale_ptr`: FP32 factors of `attention_scale` and `output_scale`, 0 for none. Pages and tokens
+of K and V lie `.._units` apart, of `unit` bytes. Everything else is as in `prefill.py`; the chunks are those that
+`prepare.py` made for bf16, whose tensor maps are not used.
 """
 
 import cuda.bindings.driver as cuda
@@ -46,14 +46,15 @@ PARAMS = (
     i32("max_chunks"),
     i32("mask_rows"),
     i32("entry_shift"),
+    i32("unit"),
+    i32("k_page_units"),
+    i32("k_token_units"),
+    i32("v_page_units"),
+    i32("v_token_units"),
     i64("q_stride_row"),
     i64("q_stride_head"),
-    i64("k_stride_page"),
-    i64("k_stride_token"),
-    i64("k_stride_head"),
-    i64("v_stride_page"),
-    i64("v_stride_token"),
-    i64("v_stride_head"),
+    i64("k_head_bytes"),
+    i64("v_head_bytes"),
     i64("o_stride_row"),
     i64("o_stride_head"),
     i64("gate_stride_row"),
@@ -62,18 +63,20 @@ PARAMS = (
     f32("output_scale"),
 )
 
-GATHER_REGISTERS, CONSUMER_REGISTERS = 56, 224  # 128 * 56 + 256 * 224 <= 65536
-DEPTH = 6  # units of 16 bytes that a gather thread has on their way
+GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 224  # 256 * 32 + 256 * 224 = 65536
+DEPTH = 3  # units of 16 bytes that a gather thread has on their way
 
 
 class UnionPrefillFp8(WideningGather, UnionConsumer):
     early_launch = True
 
     def __init__(self, head_dim: int, dtype: str, tile: int):
-        UnionSteps.__init__(self, head_dim, "fp16", tile)
+        UnionConsumer.__init__(self, head_dim, "fp16", tile)
+        self.pv_columns = 128  # ptxas gives no instruction more registers than threads have at launch
         self.dtype, self.cache_dtype = "bf16", dtype
         self.units = self.warp_blocks * (self.boxes // 2)
         self.depth = DEPTH
+        self.threads = 512
 
     @cute.jit
     def __call__(
@@ -99,14 +102,15 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
         max_chunks: Int32,
         mask_rows: Int32,
         entry_shift: Int32,
+        unit: Int32,
+        k_page_units: Int32,
+        k_token_units: Int32,
+        v_page_units: Int32,
+        v_token_units: Int32,
         q_stride_row: Int64,
         q_stride_head: Int64,
-        k_stride_page: Int64,
-        k_stride_token: Int64,
-        k_stride_head: Int64,
-        v_stride_page: Int64,
-        v_stride_token: Int64,
-        v_stride_head: Int64,
+        k_head_bytes: Int64,
+        v_head_bytes: Int64,
         o_stride_row: Int64,
         o_stride_head: Int64,
         gate_stride_row: Int64,
@@ -137,14 +141,15 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
             max_chunks,
             mask_rows,
             entry_shift,
+            unit,
+            k_page_units,
+            k_token_units,
+            v_page_units,
+            v_token_units,
             q_stride_row,
             q_stride_head,
-            k_stride_page,
-            k_stride_token,
-            k_stride_head,
-            v_stride_page,
-            v_stride_token,
-            v_stride_head,
+            k_head_bytes,
+            v_head_bytes,
             o_stride_row,
             o_stride_head,
             gate_stride_row,
@@ -177,14 +182,15 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
         max_chunks: Int32,
         mask_rows: Int32,
         entry_shift: Int32,
+        unit: Int32,
+        k_page_units: Int32,
+        k_token_units: Int32,
+        v_page_units: Int32,
+        v_token_units: Int32,
         q_stride_row: Int64,
         q_stride_head: Int64,
-        k_stride_page: Int64,
-        k_stride_token: Int64,
-        k_stride_head: Int64,
-        v_stride_page: Int64,
-        v_stride_token: Int64,
-        v_stride_head: Int64,
+        k_head_bytes: Int64,
+        v_head_bytes: Int64,
         o_stride_row: Int64,
         o_stride_head: Int64,
         gate_stride_row: Int64,
@@ -213,18 +219,15 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
             mask_rows,
             entry_shift,
         )
+        masks = slots[3]
         if warp < 4:
             cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
-            self.gather(
-                tiles,
-                Plane(k_ptr.toint(), k_stride_page, k_stride_token, k_stride_head),
-                Plane(v_ptr.toint(), v_stride_page, v_stride_token, v_stride_head),
-                slots[1],
-                slots[2],
-                slots[3],
-                bars,
-                warp,
-            )
+            plane = Plane(k_ptr.toint(), k_head_bytes, k_page_units, k_token_units, unit)
+            self.gather(tiles, plane, True, slots[1], masks, bars[0], bars[1], warp)
+        elif warp < 8:
+            cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
+            plane = Plane(v_ptr.toint(), v_head_bytes, v_page_units, v_token_units, unit)
+            self.gather(tiles, plane, False, slots[2], masks, bars[2], bars[3], warp - 4)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             scale_log2 = attention_scale * ops.LOG2_E
@@ -241,10 +244,10 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
                 OutputScale(output_scale, v_scale_ptr.toint()),
                 operands,
                 slots[0],
-                slots[3],
+                masks,
                 bars,
                 # From registers of the SM, which costs none to keep.
-                Thread(tid - 128, (warp - 4) // 4, warp - 4, cute.arch.lane_idx()),
+                Thread(tid - 256, (warp - 8) // 4, warp - 8, cute.arch.lane_idx()),
             )
 
     @cute.jit
@@ -253,8 +256,13 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
             tP[i] = ops.pack_2("fp16", tS[2 * i], tS[2 * i + 1])
 
     @cute.jit
+    def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
+        UnionSteps.load_q(self, tiles, q, q_smem, item, warp, union_ops.forget(lane))
+
+    @cute.jit
     def settle_q(self, q_smem: Int32, warp: Int32, lane: Int32):
         """To fp16: each thread its own 16-byte pieces, where `load_q` put them."""
+        lane = union_ops.forget(lane)
         pieces = self.head_dim // 8
         at_once = 32 // pieces
         piece = lane % pieces
