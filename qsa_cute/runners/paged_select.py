@@ -47,8 +47,11 @@ ONE_LAUNCH_STAGES = {2: 1, 1: 2}  # bytes of an element -> ring slots of a warp
 ONE_LAUNCH_ROWS = 2  # query rows baked
 ONE_LAUNCH_PAYS = ((3072, 1), (8192, checks.INT32_MAX), (checks.INT32_MAX, 8))  # columns up to -> requests from
 ONE_LAUNCH_REQUESTS = 256  # and up to
-ONE_LAUNCH_BLOCKS = 128  # thread blocks in all of short rows: about one an SM
-ONE_LAUNCH_RANKS = 4  # of long rows that are several waves whatever the cluster: lengths differ
+ONE_LAUNCH_BLOCKS = 192  # thread blocks in all of short rows, of which an SM holds two
+ONE_LAUNCH_SHORT = ((8, 16), (checks.INT32_MAX, 8))  # requests up to -> ranks of short rows up to
+# Of long rows of many requests, whatever fits in one wave: one long row among short ones takes its cluster's time. An
+# fp8 row is half as long, and loses more by a second wave.
+ONE_LAUNCH_RANKS = {2: 4, 1: 2}
 SELECT_DTYPE = "bf16"  # whose artifact the kernels without a type of their own are
 
 
@@ -193,7 +196,7 @@ class PagedSelectDecode(_KeysLaunch):
         launches = self._settle_keys(rows)
         columns = checks.integer("num_columns", self.num_columns, 0, one_launch_columns())
         baked, unused = one_launch(columns, self.dtype)
-        ranks = one_launch_ranks(requests, columns) if self.ranks is None else self.ranks
+        ranks = one_launch_ranks(requests, columns, self.dtype) if self.ranks is None else self.ranks
         checked: dict[str, Any] = dict(addresses(self, launches, out_ptr=4))
         checked |= {
             "out_stride_row": checks.stride("out_stride_row", self.out_stride_row, top, step=1),
@@ -227,12 +230,13 @@ def one_launch(columns: int, dtype: str) -> tuple[Baked, int]:
     return (("rows", ONE_LAUNCH_ROWS), *tuning.items(), ("stages", stages)), unused
 
 
-def one_launch_ranks(requests: int, columns: int) -> int:
+def one_launch_ranks(requests: int, columns: int, dtype: str) -> int:
     """Thread blocks that share a request."""
     if columns <= ONE_LAUNCH[0]["threads"] * ONE_LAUNCH[0]["held"]:
-        return min(MAX_CLUSTER, max(2, ONE_LAUNCH_BLOCKS // max(1, requests)))
+        most = next(most for few, most in ONE_LAUNCH_SHORT if requests <= few)
+        return min(most, max(2, ONE_LAUNCH_BLOCKS // max(1, requests)))
     fits = max((blocks for blocks, most in enumerate(CLUSTERS_AT_ONCE, 1) if requests <= most), default=1)
-    return fits if fits > 1 else ONE_LAUNCH_RANKS
+    return fits if fits > 2 else ONE_LAUNCH_RANKS[ITEM_BYTES[dtype]]
 
 
 def one_launch_pays(query_len: int, requests: int, columns: int) -> bool:

@@ -226,21 +226,22 @@ def test_decode_grids(query_len, requests, columns, rows, warps, shares):
 
 
 @pytest.mark.parametrize(
-    ("requests", "columns", "ranks"),
+    ("requests", "columns", "bf16", "fp8"),
     [
-        (1, 2400, 16),
-        (16, 2400, 8),
-        (64, 2400, 2),
-        (256, 2400, 2),
-        (8, 16400, 9),
-        (16, 16400, 6),
-        (64, 16400, 2),
-        (128, 16400, 4),
+        (1, 2400, 16, 16),
+        (16, 2400, 8, 8),
+        (64, 2400, 3, 3),
+        (256, 2400, 2, 2),
+        (8, 16400, 9, 9),
+        (16, 16400, 6, 6),
+        (64, 16400, 4, 2),
+        (128, 16400, 4, 2),
     ],
 )
-def test_ranks_of_one_launch(requests, columns, ranks):
+def test_ranks_of_one_launch(requests, columns, bf16, fp8):
     assert launches.one_launch_pays(1, requests, columns)
-    assert launches.one_launch_ranks(requests, columns) == ranks
+    assert launches.one_launch_ranks(requests, columns, "bf16") == bf16
+    assert launches.one_launch_ranks(requests, columns, "fp8_e4m3") == fp8
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_any_one_launch_fits_what_is_loaded(query_len, requests, columns, dtype)
     row = 4 * of["threads"] * of["held"] - unused
     assert 4 * columns <= row <= 4 * of["threads"] * of["held"]
     assert row % 16 == 0
-    assert query_len <= of["rows"] <= launches.one_launch_ranks(requests, columns) <= 16
+    assert query_len <= of["rows"] <= launches.one_launch_ranks(requests, columns, dtype) <= 16
     loaded = [one for one in launches.paged_kernels(True, dtype) if one.kernel == "paged_select_decode"]
     assert baked in [one.baked for one in loaded]
 
