@@ -58,7 +58,7 @@ bench:
 wheel: build
 	$(BIN)/python build_cutedsl.py wheel $(ARCH)
 
-# What this machine has and what each GPU can use; check: a self-test of about 10 s on each.
+# What this machine has and what each GPU can use; check: a self-test of seconds on each.
 doctor:
 	PYTHONPATH=. $(GPU_PYTHON) -m qsa_cute doctor
 

@@ -146,6 +146,7 @@ def run_case(case: Case, session: Session, providers: Sequence[str] | None, seco
 
 
 def _measure(outcome: Outcome, session: Session, providers: Sequence[str] | None, seconds: float) -> None:
+    from bench.providers import MAKERS
     from bench.timing import measure
 
     case = outcome.case
@@ -154,22 +155,22 @@ def _measure(outcome: Outcome, session: Session, providers: Sequence[str] | None
 
         timings = launch_costs()
     else:
-        # The works stay alive while they are timed: their launches know addresses only.
-        works = _checked(outcome, providers)
+        # Inputs and works stay alive while they are timed: launches know addresses only.
+        given = MAKERS[case.family](case)
+        works = _checked(outcome, given, providers)
         timings = measure({name: work.launches for name, work in works.items()}, seconds)
-        del works
+        del works, given
     for name, timing in timings.items():
         if not providers or name in providers:
             outcome.rows.append(session.row(case, name, timing.us, timing.iqr))
 
 
-def _checked(outcome: Outcome, providers: Sequence[str] | None) -> dict[str, Work]:
-    from bench.providers import MAKERS, PROVIDERS
+def _checked(outcome: Outcome, given: object, providers: Sequence[str] | None) -> dict[str, Work]:
+    from bench.providers import PROVIDERS
     from bench.work import UnavailableError, WrongResultError
 
     case = outcome.case
     found: dict[str, Work] = {}
-    given = MAKERS[case.family](case)
     for name, make in PROVIDERS[case.family].items():
         if providers and name not in providers:
             continue

@@ -71,7 +71,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def prefill(context: int) -> tuple[str, str, float, float]:
-    """The last rows of one sequence of `context` tokens, K and V dense."""
+    """The last rows of one sequence of `context` tokens, K and V dense; on SM90 they share their gather."""
     rows = min(PREFILL_ROWS, context)
     start = context - rows
     q, k, v = normal(1, rows, NUM_Q_HEADS, HEAD_DIM), *(normal(1, context, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
@@ -79,7 +79,11 @@ def prefill(context: int) -> tuple[str, str, float, float]:
     ids = lists(list(range(start, context)))[None]
     lengths, starts = (torch.tensor([n], dtype=torch.int32, device="cuda") for n in (context, start))
     SparsePrefillRunner.preflight(q.dtype)
-    params = SparsePrefillParams.from_tensors(q, k, v, out, ids, lengths, attention_scale=SCALE, query_starts=starts)
+    sizes = 1, rows, context, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, INDEX_WIDTH
+    workspace = torch.empty(SparsePrefillRunner.workspace_size(*sizes).size, dtype=torch.uint8, device="cuda")
+    params = SparsePrefillParams.from_tensors(
+        q, k, v, out, ids, lengths, attention_scale=SCALE, query_starts=starts, workspace=workspace
+    )
     time = microseconds(lambda: SparsePrefillRunner.run(q.dtype, params))
     part = slice(rows - min(CHECKED_ROWS, rows), rows)
     want, _ = reference.sparse_prefill(q[:, part], k, v, ids[:, part], lengths, SCALE, starts + part.start)

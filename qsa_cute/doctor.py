@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
         "with --check 1 where there is a problem.",
     )
     doctor.add_argument("--json", action="store_true", help="print the whole report as JSON")
-    doctor.add_argument("--check", action="store_true", help="run small cases on every GPU and check them (about 10 s)")
+    doctor.add_argument("--check", action="store_true", help="run small cases on every GPU and check them (seconds)")
     doctor.add_argument("--artifacts", metavar="PATH", help=f"look here for artifacts; overrides ${ENVIRONMENT}")
     options = parser.parse_args(arguments)
     report = examine(options.artifacts)

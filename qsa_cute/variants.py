@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -85,12 +85,14 @@ class Kernel:
         entry: "module:Class" of the CuTe DSL code; a string, because only a build imports it.
         tuning: the baked constants per target; several that overlap make several variants.
         tensor_core: the SASS instruction a correct build must contain; "" for a kernel without matrix products.
+        widens: fp8 operands become fp16 before they are multiplied.
     """
 
     name: str
     entry: str
     tuning: tuple[Tuning, ...]
     tensor_core: str = "HMMA"
+    widens: bool = False
 
     @property
     def sms(self) -> tuple[str, ...]:
@@ -98,7 +100,7 @@ class Kernel:
 
     def instructions(self, dtype: str) -> tuple[str, ...]:
         """The SASS instructions of which a correct build of this type has one; none for no matrix products."""
-        if dtype != "fp8_e4m3" or not self.tensor_core:
+        if dtype != "fp8_e4m3" or not self.tensor_core or self.widens:
             return (self.tensor_core,) if self.tensor_core else ()
         # SM90's mma.sync widens e4m3 to fp16; its wgmma does not.
         return {"HMMA": ("QMMA", "HMMA"), "HGMMA": ("QGMMA",)}[self.tensor_core]
@@ -235,6 +237,15 @@ _PAGED_DECODE = (
     {"rows": 8, "warps": 4, "stages": 2},
 )
 
+
+def _paged_select(stages: int) -> tuple[Mapping[str, int], ...]:
+    """Of rows up to 3072 columns, two blocks an SM; of rows up to 18432."""
+    return (
+        {"rows": 2, "threads": 384, "held": 8, "warps": 12, "stages": stages, "blocks_per_sm": 2},
+        {"rows": 2, "threads": 768, "held": 24, "warps": 16, "stages": stages, "blocks_per_sm": 1},
+    )
+
+
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         kernel.name: kernel
@@ -293,9 +304,20 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tensor_core="HGMMA",
             ),
             Kernel(
+                name="paged_union_prefill_fp8",
+                entry="qsa_cute.kernels.attention.paged_union.prefill_fp8:UnionPrefillFp8",
+                tuning=tuple(replace(one, dtypes=_FP8) for one in _CHUNKS),
+                tensor_core="HGMMA",
+                widens=True,
+            ),
+            Kernel(
                 name="paged_union_rows",
                 entry="qsa_cute.kernels.attention.paged_union.rows:UnionRowsPaged",
-                tuning=tuple(one for one in _row_gather(paged=False) if "sm_90a" in one.sms),
+                tuning=tuple(
+                    replace(one, dtypes=(*one.dtypes, *_FP8))  # more stages, of fp8, would spill
+                    for one in _row_gather(paged=False)
+                    if "sm_90a" in one.sms
+                ),
             ),
             _indexer("index_prepare", "prepare:Prepare"),
             _indexer("index_compress", "compress:Compress"),
@@ -326,6 +348,14 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tensor_core="HMMA",
                 fp8=_PAGED_DECODE,
             ),
+            _indexer(
+                "paged_select_decode",
+                "paged_select_decode:PagedSelectDecode",
+                *_paged_select(stages=1),
+                sms=("sm_90a",),
+                tensor_core="HMMA",
+                fp8=_paged_select(stages=2),
+            ),
             _indexer("paged_scores_prefill", "paged_scores_prefill:PagedScoresPrefill", tensor_core="HMMA", fp8=({},)),
             _indexer(
                 "paged_scores_wgmma",
@@ -350,6 +380,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 {"threads": 256, "held": 32, "ranks": 1, "blocks_per_sm": 3},
                 {"threads": 512, "held": 16, "ranks": 1, "blocks_per_sm": 2},
                 {"threads": 512, "held": 32, "ranks": 1, "blocks_per_sm": 1},
+                {"threads": 768, "held": 24, "ranks": 1, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 2, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 4, "blocks_per_sm": 1},
                 sms=("sm_90a",),

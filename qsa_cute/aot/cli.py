@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from importlib import metadata
@@ -16,7 +17,7 @@ from qsa_cute.aot import output, sources
 from qsa_cute.aot import verify as aot_verify
 from qsa_cute.aot import wheel as aot_wheel
 from qsa_cute.aot.store import Store
-from qsa_cute.errors import QsaError
+from qsa_cute.errors import QsaError, UnsupportedError
 from qsa_cute.variants import KERNELS, SMS, Variant, variants
 
 FAILED = 1
@@ -26,11 +27,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Group(click.Group):
-    """Shows what qsa_cute raises on purpose as one message, without a traceback."""
+    """Shows what qsa_cute raises on purpose as one message, without a traceback; an unknown name is a usage error."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except UnsupportedError as error:  # a name that there is not
+            raise click.UsageError(str(error)) from error
         except (QsaError, OSError) as error:  # OSError: a full or read-only disk, with the file in its message
             raise click.ClickException(str(error)) from error
 
@@ -243,7 +246,9 @@ def inspect(variant: str, root: Path, as_json: bool) -> None:
             break
     else:
         built = [name for sm in aot_verify.built_sms(root) for name in aot_verify.load(root, sm)["variants"]]
-        raise click.ClickException(f"{variant} is not built in {root}; built are: {', '.join(built) or 'none'}")
+        near = difflib.get_close_matches(variant, built, n=5, cutoff=0.4)
+        hint = f"near it are {', '.join(near)}; " if near else ""
+        raise click.UsageError(f"{variant} is not one of the {len(built)} built in {root}; {hint}`list` shows all")
     if as_json:
         output.data_json(entry | {"sm": sm})
         return

@@ -26,7 +26,9 @@ from qsa_cute.runners.paged_select import (
     ExpandCounted,
     PagedScores,
     PagedScoresDecode,
+    PagedSelectDecode,
     PagedSelectRunner,
+    one_launch_pays,
     require,
     select_ids,
 )
@@ -283,6 +285,18 @@ def _decode(
             f"{requests * decode_query_len}"
         )
     columns = common["table_width"] * common["page_size"]
+    stride = out.strides[0] or geometry.TOP_BLOCKS
+    _load(binder.device, common["dtype"], stream)
+    if _sm(binder.device) == "90" and one_launch_pays(decode_query_len, requests, columns):
+        both = PagedSelectDecode(
+            out_ptr=out.pointer,
+            out_stride_row=stride,
+            num_requests=requests,
+            query_len=decode_query_len,
+            stream=stream,
+            **common,
+        )
+        return _Call(0, lambda _: (both,))
 
     def build(scratch: int) -> Launches:
         scores = PagedScoresDecode(
@@ -293,9 +307,8 @@ def _decode(
             stream=stream,
             **common,
         )
-        return scores, select_ids(scores, rows, out.pointer, out.strides[0] or geometry.TOP_BLOCKS)
+        return scores, select_ids(scores, rows, out.pointer, stride)
 
-    _load(binder.device, common["dtype"], stream)
     return _Call(rows * (columns + 1), build)
 
 

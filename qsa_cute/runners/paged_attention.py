@@ -1,7 +1,7 @@
 """Sparse attention over vLLM's paged cache by counted lists: parameters of a launch, and the runner.
 
 Three algorithms compute the same. "cluster" (SM90) shares each row's list between the blocks of a cluster: few rows,
-decode. "rows" (every SM) gives a block a row, or shares its list through a workspace. "shared" (SM90, bf16 caches) lets
+decode. "rows" (every SM) gives a block a row, or shares its list through a workspace. "shared" (SM90) lets
 neighbouring rows share their gather, see `union_paged.py`: many rows. The mathematics: `reference/paged.py`.
 """
 
@@ -101,9 +101,9 @@ class PagedAttentionRunner:
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
         clusters = _has_clusters(loader, -1 if device is None else device)
         each = [_wanted(name, dim, cache_dtype) for name in ((CLUSTER, ROWS) if clusters else (ROWS,)) for dim in dims]
-        if clusters and checks.dtype_name(cache_dtype) == "bf16":  # `run` does without where the store has none
+        if clusters:  # `run` does without where the store has none
             place = dispatch.ordinal(loader, device)
-            shared = (one for dim in dims for one in _shared_wanted(dim))
+            shared = (one for dim in dims for one in _shared_wanted(dim, cache_dtype))
             each += [one for one in shared if loader.missing_reason(one, place) is None]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
@@ -121,7 +121,7 @@ class PagedAttentionRunner:
         loader, stream = default_loader(), params.stream
         algorithm, params = _pick(loader, params)
         if algorithm == SHARED:
-            params.launches(loader).run("bf16", params, loader)
+            params.launches(loader).run(params, loader)
             return
         kernel = loader.peek(_wanted(algorithm, params.head_dim, params.cache_dtype), params.device, stream)
         if algorithm != ROWS:
@@ -142,14 +142,17 @@ def _has_clusters(loader: Loader, device: int) -> bool:
     return dispatch.capability(loader, device) == dispatch.SM90
 
 
-def _shared_wanted(head_dim: int) -> list[Wanted]:
-    return [dispatch.wanted(name, head_dim, "bf16") for name in union_paged.KERNELS]
+def _shared_wanted(head_dim: int, cache_dtype: object) -> list[Wanted]:
+    kind = checks.dtype_name(cache_dtype) or ""
+    return [dispatch.wanted(name, head_dim, dtype) for name, dtype in union_paged.kernels(kind)]
 
 
 def _missing(loader: Loader, params: PagedAttentionParams) -> bool:
     """Whether the store in use lacks the kernels of "shared": it may be built for a part of the registry."""
     place = dispatch.ordinal(loader, params.device)
-    return any(loader.missing_reason(one, place) is not None for one in _shared_wanted(params.head_dim))
+    return any(
+        loader.missing_reason(one, place) is not None for one in _shared_wanted(params.head_dim, params.cache_dtype)
+    )
 
 
 def _pick(loader: Loader, params: PagedAttentionParams) -> tuple[str, PagedAttentionParams]:

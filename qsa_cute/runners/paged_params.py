@@ -294,14 +294,14 @@ class PagedAttentionParams:
     @property
     def unshared(self) -> str:
         """What keeps these rows from sharing their gather; "" where nothing does."""
-        if self.cache_dtype != "bf16":
-            return f"a cache of type {self.cache_dtype}"
         return "" if union_paged.fits(self) else "a cache or a table of this size and these strides"
 
     def launches(self, loader: Loader) -> union_paged.PagedLaunches:
         """Those of "shared", made at the first call."""
         if self._launches is None:
-            object.__setattr__(self, "_launches", union_paged.PagedLaunches(self, "bf16", loader, self.workspace))
+            object.__setattr__(
+                self, "_launches", union_paged.PagedLaunches(self, self.cache_dtype, loader, self.workspace)
+            )
         return self._launches  # type: ignore[return-value]
 
     def as_rows(self) -> PagedAttentionParams:

@@ -25,6 +25,7 @@ from qsa_cute.runners.indexer_select import (
     Select,
     decode_kernels,
 )
+from qsa_cute.runners.splits import CLUSTERS_AT_ONCE, MAX_CLUSTER
 from qsa_cute.runtime import Wanted, default_loader
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import KERNELS
@@ -40,23 +41,32 @@ DECODE_ROWS = {2: 2, 4: 2, 8: 4}  # query rows baked -> warps of a thread block
 DECODE_STEP = 32  # columns that a warp scores at once
 DECODE_SHARES = (16, 256)  # of a request's columns, least and most
 DECODE_BLOCKS = 8192  # thread blocks from which on more shares only cost
+# Scores and selection of decode in one launch, measured there, too.
+ONE_LAUNCH = ({"threads": 384, "held": 8, "warps": 12}, {"threads": 768, "held": 24, "warps": 16})
+ONE_LAUNCH_STAGES = {2: 1, 1: 2}  # bytes of an element -> ring slots of a warp
+ONE_LAUNCH_ROWS = 2  # query rows baked
+ONE_LAUNCH_PAYS = ((3072, 1), (8192, checks.INT32_MAX), (checks.INT32_MAX, 8))  # columns up to -> requests from
+ONE_LAUNCH_REQUESTS = 256  # and up to
+ONE_LAUNCH_BLOCKS = 192  # thread blocks in all of short rows, of which an SM holds two
+ONE_LAUNCH_SHORT = ((8, 16), (checks.INT32_MAX, 8))  # requests up to -> ranks of short rows up to
+# Of long rows of many requests, whatever fits in one wave: one long row among short ones takes its cluster's time. An
+# fp8 row is half as long, and loses more by a second wave.
+ONE_LAUNCH_RANKS = {2: 4, 1: 2}
 SELECT_DTYPE = "bf16"  # whose artifact the kernels without a type of their own are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PagedLaunch(Launch):
-    """What scores of prefill and decode have in common.
+class _KeysLaunch(Launch):
+    """Queries and keys.
 
     Attributes:
-        num_columns: a row's logits, at most table_width x page_size, which it is when None.
+        num_columns: that a row may see, at most table_width x page_size, which it is when None.
     """
 
     q_ptr: int
     k_cache_ptr: int
     page_table: int
     visible_blocks: int
-    logits_ptr: int
-    lengths_ptr: int
     num_pages: int
     page_size: int
     table_width: int
@@ -68,9 +78,9 @@ class _PagedLaunch(Launch):
     cache_stride_page: int | None = None
     cache_stride_token: int | None = None
     page_table_stride: int | None = None
-    logits_stride_row: int | None = None
 
-    def _settle(self, rows: int, requests: int) -> None:
+    def _settle_keys(self, rows: int) -> bool:
+        """Whether there is anything to score."""
         dim = geometry.INDEX_HEAD_DIM
         if self.dtype not in ITEM_BYTES:
             raise ArgumentError(f"dtype is {checks.show(self.dtype)}; it takes {', '.join(ITEM_BYTES)}")
@@ -85,8 +95,8 @@ class _PagedLaunch(Launch):
         head = checks.stride("q_stride_head", self.q_stride_head, dim, step)
         token = checks.stride("cache_stride_token", self.cache_stride_token, dim, step)
         launches = rows > 0 and columns > 0
-        align = {"q_ptr": 16, "k_cache_ptr": 16, "page_table": 4, "visible_blocks": 4, "lengths_ptr": 4}
-        checked = place(self) | addresses(self, launches, logits_ptr=16, **align)
+        align = {"q_ptr": 16, "k_cache_ptr": 16, "page_table": 4, "visible_blocks": 4}
+        checked = place(self) | addresses(self, launches, **align)
         checked |= {
             "num_heads": heads,
             "num_pages": checks.integer("num_pages", self.num_pages, 0),
@@ -97,19 +107,34 @@ class _PagedLaunch(Launch):
             "cache_stride_token": token,
             "cache_stride_page": checks.stride("cache_stride_page", self.cache_stride_page, page * token, step),
             "page_table_stride": checks.stride("page_table_stride", self.page_table_stride, self.table_width, step=1),
-            "logits_stride_row": checks.stride("logits_stride_row", self.logits_stride_row, columns, step=4),
         }
         checks.settle(self, checked)
-        self._check_overlap(rows, columns)
+        return launches
 
-    def _check_overlap(self, rows: int, columns: int) -> None:
+    def _inputs(self, rows: int) -> list[checks.Extent]:
         size, dim = ITEM_BYTES[self.dtype], geometry.INDEX_HEAD_DIM
-        out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), columns, 4)
-        lengths = checks.extent("lengths", self.lengths_ptr, (), rows, 4)
         queries = ((rows, self.q_stride_row or 0), (self.num_heads, self.q_stride_head or 0))
         keys = ((self.num_pages, self.cache_stride_page or 0), (self.page_size, self.cache_stride_token or 0))
         q = checks.extent("q", self.q_ptr, queries, dim, size)
-        checks.disjoint([out, lengths], [q, checks.extent("k_cache", self.k_cache_ptr, keys, dim, size)])
+        return [q, checks.extent("k_cache", self.k_cache_ptr, keys, dim, size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PagedLaunch(_KeysLaunch):
+    """What scores of prefill and decode have in common: num_columns is a row's logits."""
+
+    logits_ptr: int
+    lengths_ptr: int
+    logits_stride_row: int | None = None
+
+    def _settle(self, rows: int) -> None:
+        launches = self._settle_keys(rows)
+        columns = self.num_columns or 0
+        checked = addresses(self, launches, logits_ptr=16, lengths_ptr=4)
+        checked["logits_stride_row"] = checks.stride("logits_stride_row", self.logits_stride_row, columns, step=4)
+        checks.settle(self, checked)
+        out = checks.extent("logits", self.logits_ptr, ((rows, self.logits_stride_row or 0),), columns, 4)
+        checks.disjoint([out, checks.extent("lengths", self.lengths_ptr, (), rows, 4)], self._inputs(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +150,7 @@ class PagedScoresDecode(_PagedLaunch):
     def __post_init__(self) -> None:
         requests = checks.integer("num_requests", self.num_requests, 0, checks.MAX_GRID_YZ)
         query_len = checks.integer("query_len", self.query_len, 1, MAX_QUERY_LEN)
-        self._settle(requests * query_len, requests)
+        self._settle(requests * query_len)
         baked, shares = decode_choice(query_len, requests, self.num_columns or 0)
         grid = (shares, requests, 1) if requests and self.num_columns else 0
         checks.settle(self, {"grid": grid, "_wanted": wanted(self.KERNEL, self.dtype, baked)})
@@ -143,6 +168,82 @@ def decode_choice(query_len: int, requests: int, columns: int) -> tuple[Baked, i
     least, most = DECODE_SHARES
     shares = min(most, max(least, DECODE_BLOCKS // max(1, requests)), -(-columns // (DECODE_STEP * warps)))
     return (("rows", rows), ("warps", warps)), shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSelectDecode(_KeysLaunch):
+    """Scores and selection in one launch, on SM90: out int32 [num_requests * query_len, 512], the ids that `select_ids`
+    gives of `PagedScoresDecode`. query_len 1 or 2, at most 18432 columns.
+
+    Attributes:
+        ranks: thread blocks that share a request, 2 to 16; None picks.
+    """
+
+    KERNEL: ClassVar[str] = "paged_select_decode"
+
+    out_ptr: int
+    num_requests: int
+    query_len: int = 1
+    out_stride_row: int | None = None
+    ranks: int | None = None
+    _wanted: Wanted = field(init=False, repr=False, compare=False)
+    _unused: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        requests = checks.integer("num_requests", self.num_requests, 0, checks.MAX_GRID_YZ)
+        query_len = checks.integer("query_len", self.query_len, 1, ONE_LAUNCH_ROWS)
+        rows, top = requests * query_len, geometry.TOP_BLOCKS
+        launches = self._settle_keys(rows)
+        columns = checks.integer("num_columns", self.num_columns, 0, one_launch_columns())
+        baked, unused = one_launch(columns, self.dtype)
+        ranks = one_launch_ranks(requests, columns, self.dtype) if self.ranks is None else self.ranks
+        checked: dict[str, Any] = dict(addresses(self, launches, out_ptr=4))
+        checked |= {
+            "out_stride_row": checks.stride("out_stride_row", self.out_stride_row, top, step=1),
+            "ranks": checks.integer("ranks", ranks, 2, MAX_CLUSTER),
+            "grid": (ranks, requests, 1) if launches else 0,
+            "_wanted": wanted(self.KERNEL, self.dtype, baked),
+            "_unused": unused,
+        }
+        checks.settle(self, checked)
+        out = checks.extent("out", self.out_ptr, ((rows, self.out_stride_row or 0),), top, 4)
+        checks.disjoint([out], self._inputs(rows))
+
+    def run(self, dtype: object = None) -> None:
+        """Launch; `dtype` is not looked at."""
+        if self.grid:
+            kernel: Any = default_loader().peek(self._wanted, self.device, self.stream)
+            smem = kernel.record.smem_bytes - self._unused
+            kernel.launch(self, self.grid, self.stream, (self.ranks, 1, 1), smem)
+
+
+def one_launch_columns() -> int:
+    """Most columns that one launch takes."""
+    return max(each["threads"] * each["held"] for each in ONE_LAUNCH)
+
+
+def one_launch(columns: int, dtype: str) -> tuple[Baked, int]:
+    """(baked constants, bytes of its shared memory that rows of so many columns do without)."""
+    tuning = next(each for each in ONE_LAUNCH if columns <= each["threads"] * each["held"])
+    stages = ONE_LAUNCH_STAGES[ITEM_BYTES[dtype]]
+    unused = (tuning["threads"] * tuning["held"] - columns) // 4 * 16
+    return (("rows", ONE_LAUNCH_ROWS), *tuning.items(), ("stages", stages)), unused
+
+
+def one_launch_ranks(requests: int, columns: int, dtype: str) -> int:
+    """Thread blocks that share a request."""
+    if columns <= ONE_LAUNCH[0]["threads"] * ONE_LAUNCH[0]["held"]:
+        most = next(most for few, most in ONE_LAUNCH_SHORT if requests <= few)
+        return min(most, max(2, ONE_LAUNCH_BLOCKS // max(1, requests)))
+    fits = max((blocks for blocks, most in enumerate(CLUSTERS_AT_ONCE, 1) if requests <= most), default=1)
+    return fits if fits > 2 else ONE_LAUNCH_RANKS[ITEM_BYTES[dtype]]
+
+
+def one_launch_pays(query_len: int, requests: int, columns: int) -> bool:
+    """Whether one launch covers a decode and takes less time than two."""
+    least = next(requests for most, requests in ONE_LAUNCH_PAYS if columns <= most)
+    covered = query_len <= ONE_LAUNCH_ROWS and 0 < columns <= one_launch_columns()
+    return covered and least <= requests <= ONE_LAUNCH_REQUESTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +281,7 @@ class PagedScores(_PagedLaunch):
         longest = checks.integer("max_query_len", longest, 0)
         if self.algorithm is not None and self.algorithm not in self.TILES:
             raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes 'wgmma', 'mma' or None")
-        self._settle(rows, requests)
+        self._settle(rows)
         launches = rows > 0 and self.num_columns
         checked: dict[str, Any] = dict(addresses(self, bool(launches), query_start_loc=4))
         checked |= {"row_start": start, "num_rows": rows, "grid": rows if launches else 0}
@@ -347,6 +448,10 @@ def paged_kernels(sm90: bool, dtype: object) -> list[Wanted]:
     """What scores, selection and expansion may run."""
     scores: list[tuple[str, Baked]] = [("paged_scores_wgmma" if sm90 else "paged_scores_prefill", ())]
     scores += [("paged_scores_decode", decode_choice(rows, 1, 1)[0]) for rows in DECODE_ROWS]
+    if sm90:
+        name = checks.dtype_name(dtype)
+        columns = (each["threads"] * each["held"] for each in ONE_LAUNCH)
+        scores += [(PagedSelectDecode.KERNEL, one_launch(most, name)[0]) for most in columns if name in ITEM_BYTES]
     typeless = [("expand_counted", ()), *(each for each in decode_kernels(sm90) if each[0].startswith("select"))]
     return [wanted(name, dtype, baked) for name, baked in scores] + [
         wanted(name, SELECT_DTYPE, baked) for name, baked in typeless

@@ -2,7 +2,8 @@
 
 As in `union.py`, with kernels of their own (`kernels/attention/paged_union/`): page look-ups, tokens of partly wanted
 blocks and the gate cost the dense kernels 4 % of their speed. The rows of all requests are one sequence of tiles; where
-a request ends within a tile, the tile's union holds the blocks of both.
+a request ends within a tile, the tile's union holds the blocks of both. An fp8 cache has a main kernel of its own,
+which gathers without tensor maps.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ from typing import Any, Protocol
 from qsa_cute import geometry, union_layout
 from qsa_cute import paged_union_layout as layout
 from qsa_cute.runners import checks, dispatch, splits
+from qsa_cute.runners import paged_places as places
 from qsa_cute.runners.union import KINDS, LEAST_ROWS
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader
 from qsa_cute.variants import KERNELS as REGISTRY
 
-PREPARE, MAIN, ROWS = KERNELS = ("paged_union_prepare", "paged_union_prefill", "paged_union_rows")
+PREPARE, MAIN, MAIN_FP8, ROWS = (
+    "paged_union_prepare",
+    "paged_union_prefill",
+    "paged_union_prefill_fp8",
+    "paged_union_rows",
+)
+FP8 = "fp8_e4m3"
+_CELL = ("page", "token")  # what a cell of a head is numbered by
 TILE_REQUESTS = 2  # whose rows a tile may hold
 NUM_MAPS = 3  # tensor maps: K, V, and single tokens of V
 _MAP_WORDS = 32  # of a tensor map, in int32
@@ -31,19 +40,22 @@ _TILES = {
 
 DECODE_ROWS = 8  # that a request has at most while it decodes, speculating
 
-__all__ = ["KERNELS", "LEAST_ROWS", "PagedLaunches", "PagedParams", "fits", "pays", "shape", "workspace"]
+__all__ = ["LEAST_ROWS", "PagedLaunches", "PagedParams", "fits", "kernels", "pays", "shape", "workspace"]
 
 
 class PagedParams(Protocol):
     """What a launch needs, checked by whoever made it.
 
     Q, O and the gate [rows, num_q_heads, head_dim]; K and V [num_pages, page_size, num_kv_heads, head_dim], all of one
-    type, bf16 or fp16, with strides in elements, rows 16-byte aligned. `indices` is int32 [rows, width + 1], counted
-    lists of a request's tokens; `block_table` int32 [num_requests, table_width], `token_to_req` int32 [rows].
+    type, bf16 or fp16, or K and V fp8 e4m3 and the others bf16; strides in elements, rows 16-byte aligned. `indices` is
+    int32 [rows, width + 1], counted lists of a request's tokens; `block_table` int32 [num_requests, table_width],
+    `token_to_req` int32 [rows].
 
     Attributes:
         page_size: tokens of a page, a multiple of 4.
         gate_ptr: 0 for no gate.
+        k_scale_ptr, v_scale_ptr: FP32 factors of `attention_scale` and `output_scale` on the device, 0 for none; like
+            `output_scale`, of an fp8 cache only.
     """
 
     q_ptr: int
@@ -51,6 +63,8 @@ class PagedParams(Protocol):
     v_ptr: int
     o_ptr: int
     gate_ptr: int
+    k_scale_ptr: int
+    v_scale_ptr: int
     indices: int
     block_table: int
     token_to_req: int
@@ -65,6 +79,7 @@ class PagedParams(Protocol):
     table_width: int
     width: int
     attention_scale: float
+    output_scale: float
     q_stride_row: int
     q_stride_head: int
     k_stride_page: int
@@ -180,7 +195,7 @@ class Shape:
         )
 
     def maps(self, loader: Loader, dtype: str, planes: dict[str, tuple[int, tuple[int, int, int]]]) -> dict[str, int]:
-        """The tensor maps' words, by parameter.
+        """The tensor maps' words, by parameter; zeros for fp8, whose kernel copies without.
 
         Args:
             planes: of "k" and "v" the address, and the strides of tokens, heads and pages in elements.
@@ -192,6 +207,9 @@ class Shape:
             ("v_map", "v", geometry.BLOCK_TOKENS),
             ("v_token_map", "v", 1),
         ):
+            if dtype == FP8:
+                found |= {f"{name}_{i}": 0 for i in range(_MAP_WORDS // 2)}
+                continue
             address, strides = planes[plane]
             # A dimension of one has no stride of its own, and the driver wants one.
             steps = tuple(
@@ -236,6 +254,13 @@ def fits(p: Any) -> bool:
     return apart and p.page_size % geometry.BLOCK_TOKENS == 0 and shape(p).fits
 
 
+def kernels(cache_dtype: str) -> tuple[tuple[str, str], ...]:
+    """(kernel, type) of each launch, in order. Lists have no type: what prepares an fp8 cache's is bf16's."""
+    if cache_dtype == FP8:
+        return (PREPARE, "bf16"), (MAIN_FP8, FP8), (ROWS, FP8)
+    return tuple((name, cache_dtype) for name in (PREPARE, MAIN, ROWS))
+
+
 def pays(p: Any) -> bool:
     """Whether enough rows can be prefill: where all requests but one decode, their rows share nothing."""
     return bool(p.rows >= LEAST_ROWS + DECODE_ROWS * (p.num_requests - 1))
@@ -250,10 +275,11 @@ class PagedLaunches:
     """The three launches of one params object.
 
     Args:
+        cache_dtype: of K and V.
         memory: address of `workspace(p).size` bytes, 256-byte aligned, which may hold anything.
     """
 
-    def __init__(self, p: Any, dtype: str, loader: Loader, memory: int) -> None:
+    def __init__(self, p: Any, cache_dtype: str, loader: Loader, memory: int) -> None:
         what = shape(p)
         values = {name: getattr(p, name) for name in _NAMES}
         values |= dict.fromkeys(("lse_ptr", "context_lengths", "query_starts", "indices_stride_batch"), 0)
@@ -266,6 +292,10 @@ class PagedLaunches:
             "page_blocks": p.page_size // geometry.BLOCK_TOKENS,
             "token_shift": layout.entry_shift(p.page_size) + 2,
         }
+        if cache_dtype == FP8:
+            strides = {f"{plane}_stride_{dim}": values[f"{plane}_stride_{dim}"] for plane in "kv" for dim in _CELL}
+            values |= places.units(strides, p.num_pages, p.page_size, 1)
+            values |= {f"{plane}_head_bytes": values[f"{plane}_stride_head"] for plane in "kv"}
         planes = {
             plane: (
                 getattr(p, f"{plane}_ptr"),
@@ -273,21 +303,22 @@ class PagedLaunches:
             )
             for plane in "kv"
         }
-        maps = what.maps(loader, dtype, planes)
+        maps = what.maps(loader, cache_dtype, planes)
         values |= maps | what.sizes() | what.workspace().addresses(memory)
         # One object a kernel: each keeps its own packed image.
         self._prepare, self._main, self._rows = (SimpleNamespace(**values, packed=None) for _ in range(3))
+        self._kernels = [dispatch.wanted(name, p.head_dim, dtype) for name, dtype in kernels(cache_dtype)]
         self._smem = what.shared_memory
         self._tiles = values["num_tiles"]
         self._main_grid = min(splits.SM_COUNT, self._tiles * what.num_kv_heads)
         self._rows_grid = min(2 * splits.SM_COUNT, what.rows * what.num_kv_heads)
 
-    def run(self, dtype: object, p: Any, loader: Loader) -> None:
+    def run(self, p: Any, loader: Loader) -> None:
         """In this order on one stream; each kernel waits for the one before by itself."""
-        for name, params, grid, smem in (
-            (PREPARE, self._prepare, self._tiles, self._smem),
-            (MAIN, self._main, self._main_grid, None),
-            (ROWS, self._rows, self._rows_grid, None),
-        ):
-            kernel = loader.peek(dispatch.wanted(name, p.head_dim, dtype), p.device, p.stream)
-            kernel.launch(params, grid, p.stream, smem=smem)
+        launches = (
+            (self._prepare, self._tiles, self._smem),
+            (self._main, self._main_grid, None),
+            (self._rows, self._rows_grid, None),
+        )
+        for wanted, (params, grid, smem) in zip(self._kernels, launches, strict=True):
+            loader.peek(wanted, p.device, p.stream).launch(params, grid, p.stream, smem=smem)

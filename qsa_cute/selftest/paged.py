@@ -28,11 +28,6 @@ LISTS = (
     (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, -1),
 )
 SCALES = {"bf16": (1.0, 1.0), FP8: (0.5, 1.5)}  # of K and V
-NEEDS = {
-    "cluster": ("paged_attention_cluster",),
-    "rows": ("paged_attention",),
-    "shared": union_paged.KERNELS,
-}
 
 Inputs = tuple["array[int]", "array[int]", "array[int]", "array[int]", list[float]]
 
@@ -114,7 +109,9 @@ def attention_case(dim: int, algorithm: str) -> Case:
 
 def checks(_sm90: bool) -> Iterator[Check]:
     for dim in geometry.SUPPORTED_HEAD_DIMS:
-        for algorithm, kernels in NEEDS.items():
-            needs = tuple(need(kernel, dim) for kernel in kernels)
-            dtypes = ("bf16",) if algorithm == "shared" else ("bf16", FP8)
-            yield Check(f"paged attention d{dim} {algorithm}", attention_case(dim, algorithm), needs, dtypes)
+        for algorithm, kernel in (("cluster", "paged_attention_cluster"), ("rows", "paged_attention")):
+            case = attention_case(dim, algorithm)
+            yield Check(f"paged attention d{dim} {algorithm}", case, (need(kernel, dim),), tuple(SCALES))
+        for dtype in SCALES:
+            needs = tuple(need(kernel, dim, own) for kernel, own in union_paged.kernels(dtype))
+            yield Check(f"paged attention d{dim} shared", attention_case(dim, "shared"), needs, (dtype,))

@@ -15,7 +15,9 @@ from qsa_cute.runners.paged_select import (
     ExpandCounted,
     PagedScores,
     PagedScoresDecode,
+    PagedSelectDecode,
     decode_choice,
+    one_launch,
     select_ids,
 )
 from qsa_cute.selftest.memory import Case, Check, Memory, need
@@ -54,7 +56,9 @@ def counted(ids: list[int], position: int) -> list[int]:
     return [*tokens, *[-1] * (4 * TOP + 3 - len(tokens)), len(tokens)]
 
 
-def selection_case(prefill: bool) -> Case:
+def selection_case(way: str) -> Case:
+    """By "prefill", "decode", or decode in "one launch"."""
+
     def case(memory: Memory, dtype: str) -> str:
         q, cache, scores = inputs(dtype)
         rows, columns = len(VISIBLE), len(TABLE) * PAGE
@@ -64,8 +68,6 @@ def selection_case(prefill: bool) -> Case:
             "k_cache_ptr": memory.put(cache),
             "page_table": memory.put(TABLE),
             "visible_blocks": visible,
-            "logits_ptr": memory.poisoned(4 * rows * columns),
-            "lengths_ptr": memory.poisoned(4 * rows),
             "num_pages": max(TABLE) + 1,
             "page_size": PAGE,
             "table_width": len(TABLE),
@@ -73,12 +75,18 @@ def selection_case(prefill: bool) -> Case:
             "num_requests": 1,
         }
         ids, lists = memory.poisoned(4 * rows * TOP), memory.poisoned(16 * rows * (TOP + 1))
-        each: list[Any] = [
-            PagedScores(query_start_loc=memory.put([7, 7 + rows]), total_rows=rows, **common)
-            if prefill
-            else PagedScoresDecode(query_len=rows, **common)
-        ]
-        each.append(select_ids(each[0], rows, ids, TOP))
+        scratch: dict[str, Any] = {"logits_ptr": memory.poisoned(4 * rows * columns)}
+        scratch |= {"lengths_ptr": memory.poisoned(4 * rows)}
+        each: list[Any] = []
+        if way == "one launch":
+            each.append(PagedSelectDecode(out_ptr=ids, query_len=rows, **common))
+        elif way == "decode":
+            each.append(PagedScoresDecode(query_len=rows, **common, **scratch))
+        else:
+            starts = memory.put([7, 7 + rows])
+            each.append(PagedScores(query_start_loc=starts, total_rows=rows, **common, **scratch))
+        if way != "one launch":
+            each.append(select_ids(each[0], rows, ids, TOP))
         positions = memory.put(POSITIONS)
         blocks = {"out_ptr": lists, "block_indices": ids, "query_positions": positions, "visible_blocks": visible}
         each.append(ExpandCounted(num_rows=rows, **blocks))
@@ -111,6 +119,10 @@ def checks(sm90: bool) -> Iterator[Check]:
         "prefill": need(PagedScores.TILES["wgmma" if sm90 else "mma"][0], DIM),
     }
     select, baked, _ = selection_choice(rows, columns, sm90)
-    rest = need(select, DIM, SELECT_DTYPE, baked), need(ExpandCounted.KERNEL, DIM, SELECT_DTYPE)
-    for name, kernel in scores.items():
-        yield Check(f"paged selection {name}", selection_case(name == "prefill"), (kernel, *rest), tuple(BAND))
+    expand = need(ExpandCounted.KERNEL, DIM, SELECT_DTYPE)
+    rest = need(select, DIM, SELECT_DTYPE, baked), expand
+    for way, kernel in scores.items():
+        yield Check(f"paged selection {way}", selection_case(way), (kernel, *rest), tuple(BAND))
+    for dtype in BAND:
+        needs = need(PagedSelectDecode.KERNEL, DIM, dtype, one_launch(columns, dtype)[0]), expand
+        yield Check("paged selection one launch", selection_case("one launch"), needs, (dtype,))

@@ -70,10 +70,10 @@ class TestBuild:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["--gpu-arch", "sm_91"], 1, ", ".join(SMS)),
-        (["--gpu-arch", SM, "--kernels", "nope*"], 1, "there are: sparse_prefill"),
-        (["--gpu-arch", SM, "--head-dim", "64"], 1, "256, 128"),
-        (["--gpu-arch", SM, "--dtype", "fp64"], 1, "bf16, fp16"),
+        (["--gpu-arch", "sm_91"], 2, ", ".join(SMS)),
+        (["--gpu-arch", SM, "--kernels", "nope*"], 2, "there are: sparse_prefill"),
+        (["--gpu-arch", SM, "--head-dim", "64"], 2, "256, 128"),
+        (["--gpu-arch", SM, "--dtype", "fp64"], 2, "bf16, fp16"),
         (["--gpu-arch", "sm_80", "--kernels", "sparse_decode_cluster"], 2, "sparse_decode_cluster for sm_90a"),
         ([], 2, "--gpu-arch SM or 'all'"),
         (["--gpu-arch", SM, "--jobs", "0"], 2, "--jobs"),
@@ -139,9 +139,11 @@ def test_inspect(built: Path, toys: list[Variant]) -> None:
     assert "start\ti64\t16\t8" in text
     entry = json.loads(invoke("inspect", toys[0].name, "--output", built, "--json").stdout)
     assert entry["baked"] == {"warps": 1}
-    result = invoke("inspect", "nope", "--output", built)
-    assert result.exit_code == 1
-    assert toys[0].name in result.stderr
+    for wrong in (toys[0].name[:-1], "nope"):
+        result = invoke("inspect", wrong, "--output", built)
+        assert result.exit_code == 2
+        assert (toys[0].name in result.stderr) is (wrong != "nope")
+        assert f"not one of the {len(toys)} built" in " ".join(result.stderr.split())
 
 
 def test_wheel(built: Path, tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_clean(built: Path) -> None:
     invoke("lock", "--output", built)
     assert invoke("clean", "--output", built).stdout.split() == [str(built / SM)]
     assert (built / "lock.json").exists()
-    assert invoke("clean", "--gpu-arch", "sm_91", "--output", built).exit_code == 1
+    assert invoke("clean", "--gpu-arch", "sm_91", "--output", built).exit_code == 2
 
 
 def test_help_documents_the_exit_codes() -> None:

@@ -37,6 +37,7 @@ def main() -> None:
         paged.test_scores_decode(dtype, 196, 1)
         for algorithm in ("mma", "wgmma"):
             paged.test_scores_prefill(dtype, algorithm, 196)
+        paged.test_one_launch_selects_what_two_do(dtype, 2, 2400)
     paged.test_expansion_is_exact(5, torch.int64, 1)
     torch.cuda.synchronize()
     print("every launch of the indexer ran and agrees with the reference")

@@ -59,7 +59,7 @@ A_CASE = {
 few_rows = st.builds(
     paged_cases.paged, group=st.integers(1, 16), rows=st.integers(1, 60), width=st.integers(1, 2051), **A_CASE
 )
-many_rows = st.builds(  # so many that a bf16 cache's share their gather
+many_rows = st.builds(  # so many that they share their gather
     paged_cases.paged,
     group=st.sampled_from([1, 3, 6, 12, 16]),
     rows=st.integers(153, 300),
@@ -95,8 +95,8 @@ def test_paged_attention_out_of_range(case, seed) -> None:
 
 
 def test_two_streams_at_once() -> None:
-    """Two threads, each with a stream of its own, over decode, fp8 and prefill that shares its gather."""
-    kinds = (("bf16", 12), ("fp8_e4m3", 12), ("bf16", 300))
+    """Two threads, each with a stream of its own, over decode and prefill that shares its gather."""
+    kinds = [(kind, rows) for kind in paged_cases.CACHE_DTYPES for rows in (12, 300)]
     cases = [[paged_cases.paged(kind, rows=rows, seed=seed) for kind, rows in kinds] for seed in (1, 2)]
     outs = [[Guarded(*case.q.shape, dtype=case.q.dtype) for case in each] for each in cases]
     torch.cuda.synchronize()

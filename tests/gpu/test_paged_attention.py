@@ -12,7 +12,7 @@ import torch
 from attention_cases import GROUPS, Guarded
 from paged_cases import CACHE_DTYPES, Paged, moved_far, paged
 
-from qsa_cute.errors import ArgumentError, CaptureError
+from qsa_cute.errors import CaptureError
 from qsa_cute.hosts import vllm_attention as host
 from qsa_cute.runners.paged_attention import PagedAttentionRunner
 from qsa_cute.runtime import Loader
@@ -176,10 +176,11 @@ def by_request(case: Paged) -> Paged:
     return replace(case, **moved)
 
 
+@each_type
 @pytest.mark.parametrize(("group", "kv_heads", "page_size"), [(12, 2, 1568), (12, 1, 784), (6, 1, 3200), (3, 1, 16)])
-def test_many_rows_share_their_gather(group, kv_heads, page_size) -> None:
+def test_many_rows_share_their_gather(cache_dtype, group, kv_heads, page_size) -> None:
     """The host brings the union's memory by itself; the lists hold all that lists may hold."""
-    case = by_request(paged(group=group, kv_heads=kv_heads, page_size=page_size, rows=300))
+    case = by_request(paged(cache_dtype, group=group, kv_heads=kv_heads, page_size=page_size, rows=300))
     out = Guarded(*case.q.shape, dtype=case.q.dtype)
     wanted = PagedAttentionRunner.workspace_wanted(case.params(out.tensor))
     assert wanted is not None
@@ -194,17 +195,16 @@ def test_many_rows_share_their_gather(group, kv_heads, page_size) -> None:
     assert torch.equal(call(case), out.tensor)  # the layout is known now
 
 
-def test_what_cannot_share_goes_row_by_row() -> None:
-    for case in (paged("fp8_e4m3", rows=300), paged(rows=100)):
-        assert PagedAttentionRunner.workspace_wanted(case.params(torch.empty_like(case.q))) is None
-        check(case, case.run())
-    case = paged("fp8_e4m3", rows=300)
-    with pytest.raises(ArgumentError, match="a cache of type fp8_e4m3"):
-        case.params(torch.empty_like(case.q)).with_workspace({"workspace": 1 << 20})
+@each_type
+def test_few_rows_do_not_share(cache_dtype) -> None:
+    case = paged(cache_dtype, rows=100)
+    assert PagedAttentionRunner.workspace_wanted(case.params(torch.empty_like(case.q))) is None
+    check(case, case.run())
 
 
-def test_shared_rows_in_a_graph() -> None:
-    case = by_request(paged(rows=300))
+@each_type
+def test_shared_rows_in_a_graph(cache_dtype) -> None:
+    case = by_request(paged(cache_dtype, rows=300))
     out, want = torch.full_like(case.q, torch.nan), call(case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):

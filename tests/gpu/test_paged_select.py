@@ -30,10 +30,13 @@ from qsa_cute.geometry import TOP_BLOCKS
 from qsa_cute.hosts import vllm_select as host
 from qsa_cute.reference import paged_select as reference
 from qsa_cute.runners.checks import dtype_name
-from qsa_cute.runners.paged_select import PagedScores, PagedScoresDecode
+from qsa_cute.runners.paged_select import PagedScores, PagedScoresDecode, PagedSelectDecode, select_ids
 
 # wgmma's fp8 sums keep about 14 bits of the largest addend: up to 0.015 on logits of up to 60, as vLLM's own.
 FP8_WGMMA_ATOL = 3e-2
+needs_sm90 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="clusters are SM90's"
+)
 PAGES = (4, 12, 196, 392, 400, 800, 1952)
 TYPES = pytest.mark.parametrize("dtype", DTYPES)
 RAGGED = (  # what each row sees, request by request
@@ -232,6 +235,64 @@ def test_select_prefill(dtype, monkeypatch):
     before = torch.cuda.memory_allocated()
     assert torch.equal(found, select_prefill(case)), "chunks must not matter"
     assert torch.cuda.max_memory_allocated() - before < 12 << 20
+
+
+def one_launch(case: Paged, ranks: int | None = None) -> Tensor:
+    """Scores and selection in one launch, whatever the host would choose."""
+    out = ids(case.rows)
+    given = {name: value for name, value in fields(case, out, out).items() if name not in ("logits_ptr", "lengths_ptr")}
+    requests = case.page_table.shape[0]
+    launch = PagedSelectDecode(
+        num_requests=requests, query_len=case.query_len, out_ptr=out.tensor.data_ptr(), ranks=ranks, **given
+    )
+    launch.run()
+    out.check()
+    return out.tensor
+
+
+def two_launches(case: Paged) -> Tensor:
+    """The selection, by itself, of the scores, by themselves."""
+    out = ids(case.rows)
+    logits, lengths = Guarded(case.rows, case.columns, dtype=torch.float32), Guarded(case.rows, dtype=torch.int32)
+    scores = PagedScoresDecode(
+        num_requests=case.page_table.shape[0], query_len=case.query_len, **fields(case, logits, lengths)
+    )
+    scores.run()
+    select_ids(scores, case.rows, out.tensor.data_ptr(), TOP_BLOCKS).run()
+    return out.tensor
+
+
+@needs_sm90
+@TYPES
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("longest", [2400, 16400])
+def test_one_launch_selects_what_two_do(dtype, query_len, longest):
+    """To the bit, over every number of ranks, lengths around a step's, a warp's and a selection's, and broken pages."""
+    columns = (longest - 1, 700, 512, 513, 514, 1023, 1500, 1, 0)
+    case = short_rows(paged(dtype, 400, steps(columns, query_len), broken=True))
+    want = two_launches(case)
+    check_ids(want, case, case.logits())
+    for ranks in (2, 3, 8, 16):
+        assert torch.equal(one_launch(case, ranks), want), f"{ranks} ranks"
+    assert torch.equal(one_launch(case), one_launch(case))
+
+
+@needs_sm90
+@pytest.mark.parametrize("requests", [1, 70, 300])
+def test_one_launch_of_many_requests(requests):
+    case = paged("bf16", 400, steps(tuple(100 + 2300 * i // requests for i in range(requests)), 1), extra_pages=0)
+    assert torch.equal(one_launch(case), two_launches(case))
+
+
+@needs_sm90
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_launch_breaks_ties_as_two_do(heads):
+    """Zeros beyond those that a histogram tells apart, and rows that are all ties."""
+    case = paged("bf16", 392, steps((2300, 3000, 1000), 2), heads=heads)
+    case.q[1:4].zero_()
+    case.q[0].mul_(1e-30)
+    case.q[4:, 0].copy_(-case.q[4:, -1])
+    assert torch.equal(one_launch(case), two_launches(case))
 
 
 def test_ties_go_to_the_lower_block():

@@ -1,7 +1,7 @@
 """The union over vLLM's paged cache, against the reference and against the union over dense K and V.
 
 Every cell of the cache that no row may read holds NaN, the tokens past a request's end among them. As in `test_union`,
-each test also reads which path the tiles took.
+each test also reads which path the tiles took. "fp8_e4m3" is a type of the cache; everything else is bf16 then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from qsa_cute.reference import attention as reference
 from qsa_cute.runners import union_paged
 from qsa_cute.runtime import default_loader
 
-PAGE_SIZES = (16, 784, 1568, 3200)
+PAGE_SIZES = (16, 784, 1568, 3200, 7808)
 GAIN = 2.0
+CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn}
+FP8_GAIN = 3.7  # the values of an fp8 cache span a few binades; its scales bring them back to unit size
+FP8_SCALES = (0.31, 0.27)
+NAN_BYTE = 0x7F  # of e4m3
+
+each_cache = pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
 
 
 @dataclass
@@ -37,6 +43,11 @@ class Paged:
     block_table: Tensor
     token_to_req: Tensor
     gate: Tensor | None
+    scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)  # of K and V
+
+    @property
+    def dtype(self) -> str:
+        return next(name for name, kind in CACHE_DTYPES.items() if kind == self.k_cache.dtype)
 
     def valid(self) -> Tensor:
         """bool [rows, width]: which entries count."""
@@ -59,7 +70,11 @@ class Paged:
         for request in range(len(self.block_table)):
             rows = (self.token_to_req == request).nonzero().flatten()
             pages = self.block_table[request].clamp(0, len(self.k_cache) - 1).long()
-            k, v = (cache[pages].flatten(0, 1)[None] for cache in (self.k_cache, self.v_cache))
+            k, v = (
+                bytes_of(cache)[pages].view(cache.dtype).flatten(0, 1)[None] for cache in (self.k_cache, self.v_cache)
+            )
+            if self.dtype == "fp8_e4m3":
+                k, v = (plane.float() * float(scale) for plane, scale in zip((k, v), self.scales, strict=True))
             lengths = ints([k.shape[1]])
             scale = self.q.shape[2] ** -0.5
             if len(rows):
@@ -79,6 +94,8 @@ class Paged:
         }
         for name, tensor in (("q", self.q), ("o", out), ("gate", self.gate if self.gate is not None else out)):
             strides |= {f"{name}_stride_row": tensor.stride(0), f"{name}_stride_head": tensor.stride(1)}
+        numbers = [1.0 if isinstance(scale, Tensor) else scale for scale in self.scales]
+        pointers = [scale.data_ptr() if isinstance(scale, Tensor) else 0 for scale in self.scales]
         return SimpleNamespace(
             q_ptr=self.q.data_ptr(),
             k_ptr=self.k_cache.data_ptr(),
@@ -98,7 +115,10 @@ class Paged:
             page_size=page_size,
             table_width=self.block_table.shape[1],
             width=self.indices.shape[1] - 1,
-            attention_scale=head_dim**-0.5,
+            attention_scale=head_dim**-0.5 * numbers[0],
+            output_scale=numbers[1],
+            k_scale_ptr=pointers[0],
+            v_scale_ptr=pointers[1],
             indices_stride_row=self.indices.stride(0),
             table_stride=self.block_table.stride(0),
             stream=torch.cuda.current_stream().cuda_stream,
@@ -129,10 +149,15 @@ def run(case: Paged, given: Run | None = None) -> Run:
     return given
 
 
+def bytes_of(cache: Tensor) -> Tensor:
+    """An fp8 cache as bytes, which can be indexed and filled; others as they are."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
 def launch(case: Paged, p: SimpleNamespace, memory: Tensor) -> None:
     assert union_paged.fits(p)
-    loader, dtype = default_loader(), {torch.bfloat16: "bf16", torch.float16: "fp16"}[case.q.dtype]
-    union_paged.PagedLaunches(p, dtype, loader, memory.data_ptr()).run(dtype, p, loader)
+    loader = default_loader()
+    union_paged.PagedLaunches(p, case.dtype, loader, memory.data_ptr()).run(p, loader)
 
 
 def check(case: Paged, got: Run) -> None:
@@ -181,14 +206,18 @@ def paged(
     seed: int = 0,
 ) -> Paged:
     """The last rows of each request. `spare_pages` of each table are past its tokens, and name what is not there."""
-    generator, kind = seeded(seed), DTYPES[dtype]
+    generator, cache_kind = seeded(seed), CACHE_DTYPES[dtype]
+    kind = DTYPES.get(dtype, torch.bfloat16)
     total, width = sum(rows), 4 * top + 3
     q = normal(generator, kind, total, kv_heads * group, head_dim) * GAIN
     gate = 2 * normal(generator, kind, total, kv_heads * group, head_dim) if gated else None
     used = [-(-length // page_size) for length in lengths]
     table_width = max(used) + spare_pages
     pages = sum(used) + 3
-    cache = torch.randn(pages, kv_heads, page_size, 2 * head_dim, generator=generator, device="cuda").to(kind)
+    cache = torch.randn(pages, kv_heads, page_size, 2 * head_dim, generator=generator, device="cuda")
+    if dtype == "fp8_e4m3":
+        cache = (cache * FP8_GAIN).clamp(-400, 400)
+    cache = cache.to(cache_kind)
     k, v = (cache[..., i * head_dim : (i + 1) * head_dim].transpose(1, 2) for i in range(2))
     order = torch.randperm(pages, generator=generator, device="cuda").int()
     nowhere = ints([-1, pages, 2**31 - 1, -(2**31)])
@@ -203,7 +232,7 @@ def paged(
     requests = torch.repeat_interleave(torch.arange(len(rows), device="cuda"), ints(list(rows))).int()
     indices = torch.cat(lists)
     assert indices.shape[1] == width + 1
-    case = Paged(q, k, v, indices, table, requests, gate)
+    case = Paged(q, k, v, indices, table, requests, gate, FP8_SCALES if dtype == "fp8_e4m3" else (1.0, 1.0))
     return poisoned(case) if poison else case
 
 
@@ -224,23 +253,24 @@ def poisoned(case: Paged) -> Paged:
     named[torch.where(valid, page * page_size + tokens % page_size, pages * page_size).flatten()] = True
     unnamed = ~named[:-1].view(pages, page_size, 1, 1)
     for cache in (case.k_cache, case.v_cache):
-        cache.masked_fill_(unnamed, torch.nan)
+        bytes_of(cache).masked_fill_(unnamed, NAN_BYTE if case.dtype == "fp8_e4m3" else torch.nan)
     return case
 
 
 # Pages and requests.
 
 
+@each_cache
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("rho", [0.0, 0.95, 0.999])
-def test_pages(page_size, rho) -> None:
+def test_pages(dtype, page_size, rho) -> None:
     """Permuted pages, requests of unequal lengths, tiles that hold the end of one and the beginning of the next."""
-    check_shared(paged(page_size=page_size, rho=rho))
+    check_shared(paged(dtype, page_size=page_size, rho=rho))
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(12, 1), (6, 1), (3, 1), (1, 2), (16, 1), (5, 3)])
 @pytest.mark.parametrize("head_dim", [256, 128])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_any_group(dtype, head_dim, group, kv_heads) -> None:
     case = paged(dtype, head_dim, group, kv_heads, rows=(70, 61, 80))
     got = run(case)
@@ -248,15 +278,17 @@ def test_any_group(dtype, head_dim, group, kv_heads) -> None:
     assert got.rows_path().sum() <= (1 if group < 3 else 0), "took the row path"
 
 
-def test_full_lists() -> None:
-    check_shared(paged(lengths=(8192, 9000), rows=(64, 30), top=512, rho=0.99))
+@each_cache
+def test_full_lists(dtype) -> None:
+    check_shared(paged(dtype, lengths=(8192, 9000), rows=(64, 30), top=512, rho=0.99))
 
 
+@each_cache
 @pytest.mark.parametrize("rows", [(1,) * 40, (1, 2, 3, 4, 5, 6, 7, 8, 60), (100, 1, 1, 100), (11, 10, 11, 12, 80)])
-def test_ragged_requests(rows) -> None:
+def test_ragged_requests(dtype, rows) -> None:
     """Tiles of three requests or more go row by row."""
     lengths = tuple(700 + 97 * i for i in range(len(rows)))
-    case = paged(lengths=lengths, rows=rows, page_size=112)
+    case = paged(dtype, lengths=lengths, rows=rows, page_size=112)
     got = run(case)
     check(case, got)
     owner = case.token_to_req.tolist()
@@ -284,18 +316,21 @@ def test_the_same_bits_as_over_dense_k_and_v(gated) -> None:
         assert torch.equal(got, want)
 
 
-def test_caches_of_their_own() -> None:
+@each_cache
+def test_caches_of_their_own(dtype) -> None:
     """K and V in two tensors of different strides: the same bits as interleaved."""
-    case = paged()
-    wide = torch.full((*case.v_cache.shape[:3], 320), torch.nan, dtype=case.q.dtype, device="cuda")
-    wide[..., :256] = case.v_cache
-    apart = replace(case, k_cache=case.k_cache.contiguous(), v_cache=wide[..., :256])
+    case = paged(dtype)
+    wide = torch.full((*case.v_cache.shape[:3], 320), torch.nan, device="cuda").to(case.v_cache.dtype)
+    bytes_of(wide)[..., :256] = bytes_of(case.v_cache)
+    k = bytes_of(case.k_cache).contiguous().view(case.k_cache.dtype)
+    apart = replace(case, k_cache=k, v_cache=wide[..., :256])
     assert torch.equal(run(apart).out.tensor, run(case).out.tensor)
 
 
-def test_strided_rows() -> None:
+@each_cache
+def test_strided_rows(dtype) -> None:
     """Q, O, the gate, lists and tables in wider rows: the same bits."""
-    case = paged()
+    case = paged(dtype)
     want = run(case).out.tensor
     rows, heads, dim = case.q.shape
 
@@ -315,20 +350,22 @@ def test_strided_rows() -> None:
     assert (wide[:, [0, -1]] == 3.0).all()
 
 
+@each_cache
 @pytest.mark.parametrize(("group", "page_size"), [(12, 1600), (3, 784), (6, 16)])
-def test_wide_tables(group, page_size) -> None:
+def test_wide_tables(dtype, group, page_size) -> None:
     """Room for 262,144 tokens a request, one of which has so many."""
     spare = 262_144 // page_size - 2
-    check_shared(paged(group=group, kv_heads=1, page_size=page_size, spare_pages=spare))
+    check_shared(paged(dtype, group=group, kv_heads=1, page_size=page_size, spare_pages=spare))
     case = paged(
-        group=group, kv_heads=1, lengths=(262_144, 3000), rows=(60, 70), page_size=page_size, rho=0.99, top=256
+        dtype, group=group, kv_heads=1, lengths=(262_144, 3000), rows=(60, 70), page_size=page_size, rho=0.99, top=256
     )
     check_shared(case)
 
 
-def test_a_million_tokens() -> None:
+@each_cache
+def test_a_million_tokens(dtype) -> None:
     """Bitmaps take turns; in tiles of two requests none may fit."""
-    case = paged(group=6, kv_heads=1, lengths=(1_000_000, 990_000), rows=(60, 70), page_size=3200, rho=0.99)
+    case = paged(dtype, group=6, kv_heads=1, lengths=(1_000_000, 990_000), rows=(60, 70), page_size=3200, rho=0.99)
     got = run(case)
     check(case, got)
     assert got.rows_path().sum() <= 1, "took the row path"
@@ -337,9 +374,10 @@ def test_a_million_tokens() -> None:
 # Odd requests, pages and lists.
 
 
-def test_requests_that_do_not_exist() -> None:
+@each_cache
+def test_requests_that_do_not_exist(dtype) -> None:
     """Rows of none, before, between and after others, their queries and gates NaN."""
-    case = paged()
+    case = paged(dtype)
     requests = case.token_to_req.clone()
     requests[:7], requests[61:80], requests[150:] = -1, 3, 2**31 - 1
     dead = (requests < 0) | (requests >= 3)
@@ -351,9 +389,10 @@ def test_requests_that_do_not_exist() -> None:
     assert got.rows_path().sum() <= 1
 
 
-def test_pages_that_are_not_there() -> None:
+@each_cache
+def test_pages_that_are_not_there(dtype) -> None:
     """Unmapped pages within a request mask their blocks, whole and partial ones."""
-    case = paged(page_size=112)
+    case = paged(dtype, page_size=112)
     pages = len(case.k_cache)
     table = case.block_table.clone()
     last = [-(-length // 112) - 1 for length in (2048, 901, 1500)]
@@ -361,8 +400,9 @@ def test_pages_that_are_not_there() -> None:
     check_shared(poisoned(replace(case, block_table=table)))
 
 
-def test_tokens_past_the_table() -> None:
-    case = paged(spare_pages=0, page_size=112)
+@each_cache
+def test_tokens_past_the_table(dtype) -> None:
+    case = paged(dtype, spare_pages=0, page_size=112)
     reach = case.block_table.shape[1] * 112
     for i, bad in enumerate((reach, reach + 3, reach + 112, 2**31 - 1, -2, -(2**31), 1 << 24)):
         case.indices[7 * i, 9 + i] = bad
@@ -370,8 +410,9 @@ def test_tokens_past_the_table() -> None:
     check(case := poisoned(case), run(case))
 
 
-def test_duplicates_holes_and_counts() -> None:
-    case = paged(rows=(100, 40, 55), poison=False)
+@each_cache
+def test_duplicates_holes_and_counts(dtype) -> None:
+    case = paged(dtype, rows=(100, 40, 55), poison=False)
     lists = case.indices
     lists[10, 3], lists[11, 40] = -1, -1  # holes: still a union
     lists[30, 4:8] = lists[30, 8:12]  # a block twice
@@ -382,10 +423,10 @@ def test_duplicates_holes_and_counts() -> None:
     check_odd(poisoned(case))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_only_the_row_that_lists_a_token_sees_its_value(value) -> None:
+@pytest.mark.parametrize(("dtype", "value"), [("bf16", torch.nan), ("bf16", torch.inf), ("fp8_e4m3", NAN_BYTE)])
+def test_only_the_row_that_lists_a_token_sees_its_value(dtype, value) -> None:
     """A V that is not finite, in one row's list alone: all other rows of its tile stay right."""
-    case = paged()
+    case = paged(dtype)
     valid, tokens = case.valid(), case.indices[:, :-1]
     first = (case.token_to_req == 0)[:, None] & valid
     hits = torch.zeros(2048, dtype=torch.int64, device="cuda").scatter_add_(
@@ -394,7 +435,7 @@ def test_only_the_row_that_lists_a_token_sees_its_value(value) -> None:
     token = int((hits == 1).nonzero()[0])
     owner = int(((tokens == token) & first).any(-1).nonzero()[0])
     want, _ = case.reference()
-    case.v_cache[int(case.block_table[0, token // 784]), token % 784] = value
+    bytes_of(case.v_cache)[int(case.block_table[0, token // 784]), token % 784] = value
     got = run(case)
     others = torch.arange(len(case.q), device="cuda") != owner
     assert not got.out.tensor[owner].isfinite().all()
@@ -402,8 +443,9 @@ def test_only_the_row_that_lists_a_token_sees_its_value(value) -> None:
     assert got.rows_path().any()
 
 
-def test_nothing_selected() -> None:
-    case = paged()
+@each_cache
+def test_nothing_selected(dtype) -> None:
+    case = paged(dtype)
     case.indices[:, -1] = 0
     check_shared(poisoned(case))
 
@@ -411,15 +453,16 @@ def test_nothing_selected() -> None:
 # Repetition, workspaces, graphs.
 
 
-def odd_case(seed: int = 0, rho: float = 0.95) -> Paged:
+def odd_case(dtype: str, seed: int = 0, rho: float = 0.95) -> Paged:
     """Tiles of each path."""
-    case = paged(rho=rho, seed=seed, poison=False)
+    case = paged(dtype, rho=rho, seed=seed, poison=False)
     case.indices[30, 4:8] = case.indices[30, 8:12]
     return case
 
 
-def test_the_workspace_may_hold_anything_and_runs_repeat() -> None:
-    case = poisoned(odd_case())
+@each_cache
+def test_the_workspace_may_hold_anything_and_runs_repeat(dtype) -> None:
+    case = poisoned(odd_case(dtype))
     given = run(case)
     first = given.out.tensor.clone()
     for byte in (0x00, 0x7F, 0xFF, None, 0xFF):
@@ -433,13 +476,14 @@ def test_the_workspace_may_hold_anything_and_runs_repeat() -> None:
         given.memory.check()
 
 
-def test_replays_with_changing_inputs() -> None:
+@each_cache
+def test_replays_with_changing_inputs(dtype) -> None:
     """One graph over fixed tensors, three sets of inputs in turn; every replay gives the bits of a plain run."""
-    cases = [odd_case(seed, rho) for seed, rho in enumerate((0.9, 0.99, 0.0))]
+    cases = [odd_case(dtype, seed, rho) for seed, rho in enumerate((0.9, 0.99, 0.0))]
     cases[1].token_to_req[61:75] = 0
     cases[2].token_to_req[140:] = -1
     wanted = [run(case).out.tensor for case in cases]
-    fixed = odd_case(9)
+    fixed = odd_case(dtype, 9)
     given = run(fixed)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -457,8 +501,19 @@ def test_replays_with_changing_inputs() -> None:
     assert wrong.item() == 0
 
 
-def test_the_gate_matters() -> None:
+def test_scales_on_the_device() -> None:
+    """Read there: the same bits as from numbers."""
+    case = paged("fp8_e4m3", poison=False)
+    case.indices[30, 4:8] = case.indices[30, 8:12]  # a tile goes row by row
+    scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.5, 0.25))  # exact, in either order of products
+    got = run(replace(case, scales=scales))
+    assert got.rows_path().any()
+    assert torch.equal(got.out.tensor, run(replace(case, scales=(0.5, 0.25))).out.tensor)
+
+
+@each_cache
+def test_the_gate_matters(dtype) -> None:
     """Control: without the gate the result is far off."""
-    case = paged()
+    case = paged(dtype)
     want, _ = case.reference()
     assert (run(replace(case, gate=None)).out.tensor.float() - want).abs().max() > 10 * ATOL

@@ -18,7 +18,7 @@ from qsa_cute.runners.indexer_select import Select
 from qsa_cute.runners.kpool_expand import ExpandTail
 from qsa_cute.runners.kpool_scores import PoolScores
 from qsa_cute.runners.paged_attention import PagedAttentionRunner
-from qsa_cute.runners.paged_select import ExpandCounted, PagedScores, PagedScoresDecode
+from qsa_cute.runners.paged_select import ExpandCounted, PagedScores, PagedScoresDecode, PagedSelectDecode
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
 I32, F32, U8 = torch.int32, torch.float32, torch.uint8
@@ -130,7 +130,8 @@ def paged_attention(driver: HostDriver, _: None, p: Any) -> None:
     out.copy_(paged.sparse_paged_attention(q, k, v, lists, table, requests, gate=gate, **scales))
 
 
-def paged_scores(driver: HostDriver, _: Any, p: Any) -> None:
+def _paged_logits(driver: HostDriver, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits, NaN where a row does not see, and what each row sees), of a prefill or of a decode."""
     rows = getattr(p, "num_rows", None) or p.num_requests * p.query_len
     kind = TYPES[p.dtype]
     q = driver.tensor(p.q_ptr, kind, rows, p.num_heads, INDEX_HEAD_DIM)
@@ -140,10 +141,19 @@ def paged_scores(driver: HostDriver, _: Any, p: Any) -> None:
     requests = torch.arange(rows) // getattr(p, "query_len", rows)
     if hasattr(p, "query_start_loc"):
         requests = paged_select.request_of_rows(rows, driver.tensor(p.query_start_loc, I32, p.num_requests + 1))
-    logits = driver.tensor(p.logits_ptr, F32, rows, p.num_columns)
-    want = paged_select.scores(q, cache, table, requests, visible, p.num_columns)
+    return paged_select.scores(q, cache, table, requests, visible, p.num_columns), visible.clamp(0, p.num_columns)
+
+
+def paged_scores(driver: HostDriver, _: Any, p: Any) -> None:
+    want, visible = _paged_logits(driver, p)
+    logits = driver.tensor(p.logits_ptr, F32, *want.shape)
     logits.copy_(torch.where(want.isnan(), logits, want))
-    driver.tensor(p.lengths_ptr, I32, rows).copy_(4 * visible.clamp(0, p.num_columns))
+    driver.tensor(p.lengths_ptr, I32, len(want)).copy_(4 * visible)
+
+
+def paged_selection(driver: HostDriver, _: Any, p: Any) -> None:
+    logits, visible = _paged_logits(driver, p)
+    driver.tensor(p.out_ptr, I32, len(logits), 512).copy_(kpool.select(logits.float(), 4 * visible))
 
 
 def select(driver: HostDriver, _: Any, p: Any) -> None:
@@ -271,6 +281,7 @@ TYPED: dict[Any, Work] = {
 LAUNCHES: dict[Any, Work] = {
     PagedScores: paged_scores,
     PagedScoresDecode: paged_scores,
+    PagedSelectDecode: paged_selection,
     Select: select,
     ExpandCounted: expand_counted,
     kpool_launches.HadamardQuant: hadamard,

@@ -16,7 +16,14 @@ from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.hosts import vllm_select as host
 from qsa_cute.reference import paged_select as reference
 from qsa_cute.runners import paged_select as launches
-from qsa_cute.runners.paged_select import ExpandCounted, PagedScores, PagedScoresDecode, PagedSelectRunner, select_ids
+from qsa_cute.runners.paged_select import (
+    ExpandCounted,
+    PagedScores,
+    PagedScoresDecode,
+    PagedSelectDecode,
+    PagedSelectRunner,
+    select_ids,
+)
 from qsa_cute.support import SupportCode
 
 GiB = 1 << 30
@@ -33,6 +40,9 @@ COMMON = {
 }
 PREFILL = COMMON | {"query_start_loc": 61 * GiB, "num_requests": 3, "total_rows": 1000}
 DECODE = COMMON | {"num_requests": 16, "query_len": 2}
+ONE_LAUNCH = {name: value for name, value in DECODE.items() if name not in ("logits_ptr", "lengths_ptr")} | {
+    "out_ptr": 42 * GiB
+}
 EXPAND = {
     "out_ptr": GiB,
     "block_indices": 2 * GiB,
@@ -91,6 +101,7 @@ class TestCanImplement:
         ("paged_scores_prefill", PagedScores(**PREFILL)),
         ("paged_scores_wgmma", PagedScores(**PREFILL)),
         ("paged_scores_decode", PagedScoresDecode(**DECODE)),
+        ("paged_select_decode", PagedSelectDecode(**ONE_LAUNCH)),
         ("expand_counted", ExpandCounted(**EXPAND)),
     ],
 )
@@ -146,6 +157,16 @@ def test_scores_refuse(make, fields, changes, words):
         (PagedScores, PREFILL | {"row_start": 1001}, "row_start is 1001"),
         (PagedScores, PREFILL | {"algorithm": "simt"}, "'wgmma', 'mma' or None"),
         (PagedScores, PREFILL | {"query_start_loc": 2}, "query_start_loc .*multiple of 4"),
+        (PagedSelectDecode, ONE_LAUNCH | {"query_len": 3}, "query_len is 3; it takes an integer from 1 to 2"),
+        (
+            PagedSelectDecode,
+            ONE_LAUNCH | {"table_width": 48},
+            "num_columns is 18816; it takes an integer from 0 to 18432",
+        ),
+        (PagedSelectDecode, ONE_LAUNCH | {"ranks": 17}, "ranks is 17; it takes an integer from 2 to 16"),
+        (PagedSelectDecode, ONE_LAUNCH | {"ranks": 1}, "ranks is 1"),
+        (PagedSelectDecode, ONE_LAUNCH | {"out_ptr": 2}, "out_ptr .*multiple of 4"),
+        (PagedSelectDecode, ONE_LAUNCH | {"out_ptr": GiB}, "out .*overlaps q"),
         (ExpandCounted, EXPAND | {"out_ptr": 2}, "out_ptr .*multiple of 4"),
         (ExpandCounted, EXPAND | {"positions_step": 3}, "positions_step is 3"),
         (ExpandCounted, EXPAND | {"top_blocks": 0}, "top_blocks is 0"),
@@ -163,6 +184,7 @@ def test_nothing_to_do_is_no_launch():
         PagedScores(**(PREFILL | {"total_rows": 0, "q_ptr": 0})),
         PagedScores(**(PREFILL | {"table_width": 0})),
         PagedScoresDecode(**(DECODE | {"num_requests": 0})),
+        PagedSelectDecode(**(ONE_LAUNCH | {"num_requests": 0})),
         ExpandCounted(**(EXPAND | {"num_rows": 0})),
     ):
         assert not launch.grid
@@ -201,6 +223,51 @@ def test_there_is_a_slot_for_every_tile(lengths, tile, known):
 )
 def test_decode_grids(query_len, requests, columns, rows, warps, shares):
     assert launches.decode_choice(query_len, requests, columns) == ((("rows", rows), ("warps", warps)), shares)
+
+
+@pytest.mark.parametrize(
+    ("requests", "columns", "bf16", "fp8"),
+    [
+        (1, 2400, 16, 16),
+        (16, 2400, 8, 8),
+        (64, 2400, 3, 3),
+        (256, 2400, 2, 2),
+        (8, 16400, 9, 9),
+        (16, 16400, 6, 6),
+        (64, 16400, 4, 2),
+        (128, 16400, 4, 2),
+    ],
+)
+def test_ranks_of_one_launch(requests, columns, bf16, fp8):
+    assert launches.one_launch_pays(1, requests, columns)
+    assert launches.one_launch_ranks(requests, columns, "bf16") == bf16
+    assert launches.one_launch_ranks(requests, columns, "fp8_e4m3") == fp8
+
+
+@pytest.mark.parametrize(
+    ("query_len", "requests", "columns"),
+    [(3, 16, 2400), (1, 257, 2400), (1, 7, 16400), (1, 64, 8192), (1, 64, 18436), (1, 16, 0), (1, 0, 2400)],
+)
+def test_two_launches_where_one_does_not_pay(query_len, requests, columns):
+    assert not launches.one_launch_pays(query_len, requests, columns)
+
+
+@given(
+    query_len=st.integers(1, 2),
+    requests=st.integers(1, 65535),
+    columns=st.integers(1, 18432 // 4).map(lambda quads: 4 * quads),
+    dtype=st.sampled_from(["bf16", "fp16", "fp8_e4m3"]),
+)
+def test_any_one_launch_fits_what_is_loaded(query_len, requests, columns, dtype):
+    """The row has its place in shared memory, every row its rank, and the variant is preloaded."""
+    baked, unused = launches.one_launch(columns, dtype)
+    of = dict(baked)
+    row = 4 * of["threads"] * of["held"] - unused
+    assert 4 * columns <= row <= 4 * of["threads"] * of["held"]
+    assert row % 16 == 0
+    assert query_len <= of["rows"] <= launches.one_launch_ranks(requests, columns, dtype) <= 16
+    loaded = [one for one in launches.paged_kernels(True, dtype) if one.kernel == "paged_select_decode"]
+    assert baked in [one.baked for one in loaded]
 
 
 @given(st.integers(1, 4096), st.integers(0, 300_000), st.integers(1, 1 << 30))

@@ -23,17 +23,19 @@ def params(**changes):
         **{f"{name}_stride_head": 256 for name in ("q", "o", "gate")},
         **{"rows": 4096, "num_requests": 3, "num_q_heads": 24, "num_kv_heads": 2, "group_size": 12, "head_dim": 256},
         **{"num_pages": 700, "page_size": 1568, "table_width": 168, "width": 2051, "attention_scale": 0.0625},
+        **{"k_scale_ptr": 0, "v_scale_ptr": 0, "output_scale": 1.0},
         **{"indices_stride_row": 2052, "table_stride": 168, "stream": 7, "device": 0},
     }
     return SimpleNamespace(**given | changes)
 
 
-def test_launches_in_order() -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+def test_launches_in_order(dtype) -> None:
     loader, p = FakeLoader(), params()
-    launches = union_paged.PagedLaunches(p, "bf16", loader, BASE)
-    launches.run("bf16", p, loader)
+    launches = union_paged.PagedLaunches(p, dtype, loader, BASE)
+    launches.run(p, loader)
     prepare, main, rows = loader.log
-    assert tuple(one.kernel for one in loader.log) == union_paged.KERNELS
+    assert tuple((one.kernel, one.dtype) for one in loader.log) == union_paged.kernels(dtype)
     assert (prepare.grid, main.grid, rows.grid) == (4096 * 12 // 128, 132, 264)
     assert {one.stream for one in loader.log} == {7}
     assert prepare.smem == union_paged.shape(p).shared_memory

@@ -48,7 +48,11 @@ class FakeLoader:
 
     def peek(self, wanted, device=-1, stream=0):
         def launch(params, grid, stream, cluster=1, smem=None):
-            self.log.append(SimpleNamespace(kernel=wanted.kernel, params=params, grid=grid, stream=stream, smem=smem))
+            self.log.append(
+                SimpleNamespace(
+                    kernel=wanted.kernel, dtype=wanted.dtype, params=params, grid=grid, stream=stream, smem=smem
+                )
+            )
 
         return SimpleNamespace(launch=launch)
 

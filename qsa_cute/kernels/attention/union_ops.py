@@ -85,6 +85,17 @@ def load_i32x4_if(wanted: Int32, addr: Int64) -> tuple:
     )
 
 
+def load_stream_x4_if(place: Int32, addr: Int64, offset: int) -> tuple:
+    """16 aligned bytes at `addr + offset` that are read once, past the L1; zeros without a read when `place` < 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ge.s32 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; "
+        "mov.b32 {$w3}, 0; "
+        f"@p ld.global.nc.L1::no_allocate.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r1}}+{offset}]; }}",
+        write_only_types=[Int32] * 4,
+        read_only_args=[place, addr],
+    )
+
+
 def prefetch_l2(addr: Int64) -> None:
     """Bring the line to the L2."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
@@ -118,6 +129,26 @@ def store_i32x4(addr: Int64, v: tuple) -> None:
 
 def store_shared_i64(addr: Int32, value: Int64) -> None:
     cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def forget(value: Int32) -> Int32:
+    """The same value, which no compiler knows: what follows from it is not kept in registers from before."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def exit_if_negative(value: Int32) -> None:
+    """Ends the thread; a boundary that ptxas moves no memory access over, at one instruction where nothing ends."""
+    cute.arch.inline_ptx("{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p exit; }", read_only_args=[value])
+
+
+def load_shared_i32x4(addr: Int32) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[addr]
+    )
+
+
+def store_shared_i32x4(addr: Int32, v: tuple) -> None:
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
 
 
 def clear_shared_16(addr: Int32) -> None:

@@ -163,9 +163,32 @@ class PagedScoresDecode:
         )
         if first == 0:
             self.write_lengths(tL, lengths_ptr.toint() + row0 * 4, query_len, lane)
-
-        steps = (seen + STEP - 1) // STEP
         out = logits_ptr.toint() + row0 * logits_stride_row * 4
+        row_bytes = logits_stride_row * 4
+        self.walk(keys, tQ, tL, ring, out, row_bytes, page, token, table_slot, skip, rest, first, step, seen, lane)
+
+    @cute.jit
+    def walk(
+        self,
+        keys: PagedKeys,
+        tQ: cute.Tensor,
+        tL: cute.Tensor,
+        ring: Int32,
+        out: Int64,
+        row_bytes: Int64,
+        page: Int32,
+        token: Int32,
+        table_slot: Int32,
+        skip: Int32,
+        rest: Int32,
+        first: Int32,
+        step: Int32,
+        seen: Int32,
+        lane: Int32,
+    ):
+        """Score a warp's steps, `first` and each `step`-th after it; page and token: the lane's first column."""
+        page_size = keys.page_size
+        steps = (seen + STEP - 1) // STEP
         for s in cutlass.range_constexpr(self.stages - 1):
             self.gather(ring + s * self.unit, keys, page, token, (first + s * step) * STEP, seen, lane)
             table_slot, token = self.advance(table_slot, token, skip, rest, page_size)
@@ -179,7 +202,7 @@ class PagedScoresDecode:
             page = keys.read_table(table_slot, (coming + step) * STEP + lane)
             cute.arch.cp_async_wait_group(self.stages - 1)
             cute.arch.sync_warp()
-            self.score(ring + slot * self.unit, tQ, tL, out, logits_stride_row * 4, at * STEP, lane)
+            self.score(ring + slot * self.unit, tQ, tL, out, row_bytes, at * STEP, lane)
             cute.arch.sync_warp()
             slot = slot + 1 if slot + 1 < self.stages else Int32(0)
             ahead = ahead + 1 if ahead + 1 < self.stages else Int32(0)
@@ -287,6 +310,11 @@ class PagedScoresDecode:
                 for n in cutlass.range_constexpr(self.tiles):
                     b = (tQ[(n * self.steps_k + k) * 2], tQ[(n * self.steps_k + k) * 2 + 1])
                     self.mma(acc, 4 * (t * self.tiles + n), a, b)
+        self.finish(acc, tL, out, row_bytes, column0, lane)
+
+    @cute.jit
+    def finish(self, acc: cute.Tensor, tL: cute.Tensor, out: Int64, row_bytes: Int64, column0: Int32, lane: Int32):
+        """A step's products to logits."""
         column = column0 + (lane // 4) * 4
         for m in cutlass.range_constexpr(self.groups):
             values = []
@@ -301,13 +329,18 @@ class PagedScoresDecode:
             if cutlass.const_expr(self.rows == 2):
                 if lane % 2 == 0:
                     limit = Int32(0)  # its neighbour has the sums
-            to = out + Int64(4 * m + self.lane_row(lane)) * row_bytes + Int64(column) * 4
-            if column + 4 <= limit:
-                ops.store_global_f32x4(to, (values[0], values[1], values[2], values[3]))
-            else:
-                for i in cutlass.range_constexpr(4):
-                    if column + i < limit:
-                        ops.store_global_f32(to + i * 4, values[i])
+            self.store(out, row_bytes, 4 * m + self.lane_row(lane), column, values, limit)
+
+    @cute.jit
+    def store(self, out: Int64, row_bytes: Int64, row: Int32, column: Int32, values, limit: Int32):
+        """Four logits of a row, as far as it sees."""
+        to = out + Int64(row) * row_bytes + Int64(column) * 4
+        if column + 4 <= limit:
+            ops.store_global_f32x4(to, (values[0], values[1], values[2], values[3]))
+        else:
+            for i in cutlass.range_constexpr(4):
+                if column + i < limit:
+                    ops.store_global_f32(to + i * 4, values[i])
 
     @cute.jit
     def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):

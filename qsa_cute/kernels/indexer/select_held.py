@@ -14,7 +14,7 @@ A row that sees <= 512 blocks selects them all.
 
 Grid: (rows), or (rows, ranks) in clusters of (1, ranks, 1). Rows, outputs and parameters are those of `select.py`.
 
-Baked: threads, elements a thread holds (8, 16 or 32), blocks that share a row, blocks an SM has registers for. The
+Baked: threads, elements a thread holds (8, 16, 24 or 32), blocks that share a row, blocks an SM has registers for. The
 caller guarantees num_blocks <= threads * held * ranks. Any alignment of rows. Elements between `visible` and
 num_blocks may be loaded, before the length is known, and are then ignored; past num_blocks nothing is read, nor is
 anything when num_blocks <= 512.
@@ -42,6 +42,7 @@ class SelectHeld(Select):
         self.threads, self.held, self.ranks = threads, held, ranks
         self.space = "shared" if ranks == 1 else "shared::cluster"
         self.warps = threads // 32
+        self.scanners = 1 << (threads.bit_length() - 1)  # threads that scan the bins: each as many
         self.chunks = held // 4
         self.segment = 32 * held  # elements of a warp
         self.hist = 0  # at the end: the numbers to be ranked
@@ -126,8 +127,7 @@ class SelectHeld(Select):
     def prepare(self, smem: Int32, tid: Int32):
         if cutlass.const_expr(self.ranks > 1):
             cute.arch.cluster_arrive_relaxed()  # shared memory of a peer may be written once it runs
-        for i in cutlass.range_constexpr(BINS // 2 // self.threads):
-            so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+        self.zero_bins(smem, tid)
         for i in cutlass.range(tid, self.ranks * FEW, self.threads, unroll=1):
             so.store_u64(smem + self.few + i * 8, Uint64(0))
         if tid < 16:
@@ -194,7 +194,7 @@ class SelectHeld(Select):
         same = Int32(0)  # of the 512th's
         for j in cutlass.range_constexpr(self.held):
             taken, same = so.sift(tV[j], scale, bias, edge, taken, same, 1 << j)
-        self.publish(smem, tV, taken, same, first, rank, lane)
+        mine = self.publish(smem, tV, taken, same, first, rank, lane)
         self.sync_all()
 
         tN = cute.make_rmem_tensor((self.ranks,), Uint64)
@@ -211,13 +211,14 @@ class SelectHeld(Select):
                 if r < rank:
                     more = cute.arch.popc(cute.arch.vote_ballot_sync(tN[r] != 0 and tN[r] >= least))
                     before = before + so.load_i32(smem + self.shares + r * 4) + more
-            few = smem + self.few + rank * (FEW * 8)
-            own = so.load_i32(smem + self.words + 12)
-            for k in cutlass.range(own, unroll=1):
-                number = so.load_u64(few + k * 8)
-                past = so.number_index(number) - first
-                if number >= least and past >= 0 and past < self.segment and past % CHUNK < 4:
-                    taken = taken | (Int32(1) << (past // CHUNK * 4 + past % CHUNK))
+            if mine >= least:  # 0 where there is none
+                taken = taken | (same & -same)
+            rest = same & (same - 1)
+            while rest != 0:
+                lowest = rest & -rest
+                if self.reread(logits, lowest, first, visible) >= least:
+                    taken = taken | lowest
+                rest = rest & (rest - 1)
         else:
             least = self.refine(smem, logits, same, need, visible, first, tid)
             more = Int32(0)
@@ -243,7 +244,7 @@ class SelectHeld(Select):
 
     @cute.jit
     def span(self, smem: Int32, tV: cute.Tensor, visible: Int32, rank: Int32, tid: Int32):
-        """(scale, bias) of the bins: fma(value, scale, bias) is 2^23 + bin."""
+        """(scale, bias) of the span: fma(value, scale, bias) is the value's place in it."""
         top = tV[0]
         for j in cutlass.range_constexpr(1, self.held):
             top = cute.arch.fmax(top, tV[j])
@@ -265,19 +266,21 @@ class SelectHeld(Select):
         if visible < 192 * self.held:  # too few maxima for their least to be below the 512th
             lowest = lowest - width
             width = width + width
-        scale = cute.arch.rcp_approx(width) * Float32(BINS - 1)
-        return scale, Float32(1 << 23) - lowest * scale
+        scale = cute.arch.rcp_approx(width)
+        return scale, -(lowest * scale)
 
     @cute.jit
     def scan(self, smem: Int32, need: Int32, tid: Int32):
         """Find, from the highest bin down, the one that holds the need-th count, bin 0 when those above do not. Words
         0, 1, 2: the bin, the counts above it, its own. The histograms are complete; all threads return after the
         words are."""
-        per = BINS // self.threads
+        per = BINS // self.scanners
         step = min(per, 4)
         warp = tid // 32
         lane = tid % 32
         first = BINS - (tid + 1) * per
+        if cutlass.const_expr(self.scanners < self.threads):
+            first = cutlass.max(first, Int32(0))
         tC = cute.make_rmem_tensor((per,), Int32)
         for i in cutlass.range_constexpr(per):
             tC[i] = Int32(0)
@@ -287,6 +290,9 @@ class SelectHeld(Select):
                 c = so.load_i32_vector(hist + i * step * 4, step, self.space)
                 for k in cutlass.range_constexpr(step):
                     tC[i * step + k] = tC[i * step + k] + c[k]
+        if cutlass.const_expr(self.scanners < self.threads):
+            for i in cutlass.range_constexpr(per):
+                tC[i] = tC[i] if tid < self.scanners else Int32(0)
         mine = Int32(0)
         for i in cutlass.range_constexpr(per):
             mine = mine + tC[i]
@@ -298,7 +304,7 @@ class SelectHeld(Select):
         if lane < warp:
             other = so.load_i32(smem + self.totals + lane * 4)
         before = before + cute.arch.warp_redux_sync(other, "add")
-        if before < need and (need <= before + mine or tid == self.threads - 1):
+        if before < need and (need <= before + mine or tid == self.scanners - 1):
             place = Int32(0)
             above = before + mine
             count = Int32(0)
@@ -316,12 +322,16 @@ class SelectHeld(Select):
 
     @cute.jit
     def publish(self, smem: Int32, tV: cute.Tensor, taken: Int32, same: Int32, first: Int32, rank: Int32, lane: Int32):
-        """Give all ranks this warp's count of chosen elements, and the numbers of the 512th's bin."""
+        """Give all ranks this warp's count of chosen elements, and the numbers of the 512th's bin. The number of this
+        thread's first of these, or 0."""
         self.add_share(smem, cute.arch.warp_redux_sync(Int32(cute.arch.popc(taken)), "add"), rank, lane)
+        mine = Uint64(0)
         rest = same
         while rest != 0:
             lowest = rest & -rest
             number = self.number(tV, lowest, first)
+            if rest == same:
+                mine = number
             slot = so.atomic_add(smem + self.words + 12, Int32(1), "shared")
             rest = rest & (rest - 1)
             if slot >= FEW:
@@ -329,6 +339,7 @@ class SelectHeld(Select):
             else:
                 for r in cutlass.range_constexpr(self.ranks):
                     so.store_u64_at(self.at_rank(smem + self.few + (rank * FEW + slot) * 8, r), number, self.space)
+        return mine
 
     @cute.jit
     def number(self, tV: cute.Tensor, single: Int32, first: Int32) -> Uint64:
@@ -353,10 +364,12 @@ class SelectHeld(Select):
         for r in cutlass.range_constexpr(self.ranks):
             tA[r] = Int32(1)
         for q in cutlass.range_constexpr(self.ranks):
-            for k in cutlass.range(tL[q], unroll=1):
-                other = so.load_u64(smem + self.few + (q * FEW + k) * 8)
-                for r in cutlass.range_constexpr(self.ranks):
-                    tA[r] = tA[r] + Int32(other > tN[r])
+            for k in cutlass.range(0, tL[q], 4, unroll=1):  # four at once: past the last they are 0
+                at = smem + self.few + (q * FEW + k) * 8
+                others = (*so.load_u64x2(at), *so.load_u64x2(at + 16))
+                for other in others:
+                    for r in cutlass.range_constexpr(self.ranks):
+                        tA[r] = tA[r] + Int32(other > tN[r])
         least = Uint64(0)
         for r in cutlass.range_constexpr(self.ranks):
             if tN[r] != 0 and tA[r] == need:
@@ -433,9 +446,16 @@ class SelectHeld(Select):
     def clear(self, smem: Int32, tid: Int32):
         """Zero the histogram after all have read it; complete when this returns."""
         self.sync_all()
-        for i in cutlass.range_constexpr(BINS // 2 // self.threads):
-            so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+        self.zero_bins(smem, tid)
         cute.arch.sync_threads()
+
+    @cute.jit
+    def zero_bins(self, smem: Int32, tid: Int32):
+        for i in cutlass.range_constexpr(BINS // 2 // self.scanners):
+            if cutlass.const_expr(self.scanners == self.threads):
+                so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+            elif tid < self.scanners:
+                so.store_u64(smem + self.hist + (tid + i * self.scanners) * 8, Uint64(0))
 
     # ---- the chosen ----------------------------------------------------------------------------------
 
@@ -551,10 +571,17 @@ class SelectHeld(Select):
         else:
             chosen = smem + self.chosen + tid // BLOCK_TOKENS * 4
             at = out + Int64(tid) * 4
-            for k in cutlass.range_constexpr(TOP_BLOCKS * BLOCK_TOKENS // self.threads):
-                block = so.load_i32(chosen + k * self.threads // BLOCK_TOKENS * 4)
-                ops.store_global_i32(at + k * self.threads * 4, block * BLOCK_TOKENS + tid % BLOCK_TOKENS)
+            whole, rest = divmod(TOP_BLOCKS * BLOCK_TOKENS, self.threads)
+            for k in cutlass.range_constexpr(whole):
+                self.output_token(chosen, at, k, tid)
+            if cutlass.const_expr(rest > 0):
+                if tid < rest:
+                    self.output_token(chosen, at, whole, tid)
             self.output_tail(out, seen, tid)
+
+    def output_token(self, chosen: Int32, at: Int64, k: int, tid: Int32) -> None:
+        block = so.load_i32(chosen + k * self.threads // BLOCK_TOKENS * 4)
+        ops.store_global_i32(at + k * self.threads * 4, block * BLOCK_TOKENS + tid % BLOCK_TOKENS)
 
     @cute.jit
     def output_tail(self, out: Int64, seen: Int32, tid: Int32):

@@ -100,6 +100,12 @@ def load_u64(addr: Int32) -> Uint64:
     return cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[addr])
 
 
+def load_u64x2(addr: Int32) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b64 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint64] * 2, read_only_args=[addr]
+    )
+
+
 def load_i32(addr: Int32, space: str = "shared") -> Int32:
     return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[addr])
 
@@ -138,9 +144,9 @@ def load_i32_vector(addr: Int32, n: int, space: str) -> tuple:
     )
 
 
-# A value's bin is the low bits of a float from 2^23 to 2^23 + 2047; NaN, infinities less infinities and what lies
-# below the first bin are in bin 0.
-_PLACE = "fma.rn.f32 t, {$r0}, {$r1}, {$r2}; max.f32 t, t, 0f4B000000; min.f32 t, t, 0f4B0007FF;"
+# A value's bin is the low bits of a float from 2^23 to 2^23 + 2047: the value's place in the span, from 0 to 1, is
+# scaled. NaN, infinities less infinities and what lies below the span are in bin 0.
+_PLACE = "fma.rn.sat.f32 t, {$r0}, {$r1}, {$r2}; fma.rn.f32 t, t, 0f44FFE000, 0f4B000000;"
 
 
 def count_place(value: Float32, scale: Float32, bias: Float32, base: Int32, other: Int32, one: Int32) -> None:

@@ -1,4 +1,7 @@
-"""The consumer warpgroups of `prefill.py`: a tile's chunks in turn, P V of one under the softmax of the next."""
+"""The consumer warpgroups of the paged union: a tile's chunks in turn, P V of one under the softmax of the next.
+
+Shared by `prefill.py`, whose K and V are of Q's type, and `prefill_fp8.py`: the two differ in how chunks are gathered.
+"""
 
 from dataclasses import dataclass
 
@@ -7,11 +10,12 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.utils import LayoutEnum
 
 from qsa_cute.kernels.attention import union_ops, union_steps
 from qsa_cute.kernels.attention.paged_union.tile import PagedUnionTile
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX
-from qsa_cute.kernels.attention.union_steps import Heads, UnionSteps
+from qsa_cute.kernels.attention.union_steps import STAGES, Heads, UnionSteps
 from qsa_cute.kernels.attention.union_tile import PAIRS
 
 
@@ -20,7 +24,70 @@ class Tiles(union_steps.Tiles):
     entry_shift: Int32  # bits of an entry that name a block of a page
 
 
+@dataclass(frozen=True)
+class Thread:
+    """A consumer thread among the consumers; the warpgroup and the warp uniform in a warp."""
+
+    tid: Int32
+    warpgroup: Int32
+    warp: Int32
+    lane: Int32
+
+
+@dataclass(frozen=True)
+class OutputScale:
+    """What O is multiplied by, of an fp8 cache; an address of a factor on the device, 0 for none."""
+
+    number: Float32
+    at: Int64
+
+
 class UnionConsumer(PagedUnionTile, UnionSteps):
+    def __init__(self, head_dim: int, dtype: str, tile: int):
+        super().__init__(head_dim, dtype, tile)
+        self.pv_columns = head_dim  # of one instruction
+
+    def allocate(self):
+        """Shared memory: Q, K and V^T as tensors; the addresses of Q, K, V and the masks; the barriers."""
+        atom = warpgroup.make_smem_layout_atom(
+            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, self.head_dim), self.element
+        )
+        q_layout = cute.tile_to_shape(atom, (PAIRS, self.head_dim), order=(0, 1))
+        kv_layout = cute.tile_to_shape(atom, (self.tile, self.head_dim, STAGES), order=(0, 1, 2))
+
+        @cute.struct
+        class Storage:
+            k_full: cute.struct.MemRange[Int64, STAGES + 2]  # a slot's, then a warpgroup's: see `wait`
+            k_empty: cute.struct.MemRange[Int64, STAGES]
+            v_full: cute.struct.MemRange[Int64, STAGES + 2]
+            v_empty: cute.struct.MemRange[Int64, STAGES]
+            masks: cute.struct.Align[cute.struct.MemRange[Int32, STAGES * PAIRS], 16]
+            q: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        bars = tuple(part.data_ptr() for part in (storage.k_full, storage.k_empty, storage.v_full, storage.v_empty))
+        sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2)))
+        slots = [Int32(part.data_ptr().toint()) for part in (storage.q, storage.k, storage.v, storage.masks)]
+        return (sQ, sK, sVt), slots, bars
+
+    @cute.jit
+    def init_barriers(self, bars, warp: Int32):
+        if warp == 0:
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(STAGES + 2):
+                    cute.arch.mbarrier_init(bars[0] + s, 5)  # gather warps, and warp 0's masks
+                    cute.arch.mbarrier_init(bars[2] + s, 4)
+                for s in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
+                    cute.arch.mbarrier_init(bars[3] + s, 8)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
     @cute.jit
     def consume(
         self,
@@ -31,11 +98,12 @@ class UnionConsumer(PagedUnionTile, UnionSteps):
         lse: Int64,
         row_path: Int64,
         scale_log2: Float32,
+        scale: OutputScale,
         operands,
         q_smem: Int32,
         sMasks: Int32,
         bars,
-        tid: Int32,
+        thread: Thread,
     ):
         """`operands` are Q, K and V transposed in shared memory; `q_smem` and `sMasks` addresses in it."""
         sQ, sK, sVt = operands
@@ -58,12 +126,10 @@ class UnionConsumer(PagedUnionTile, UnionSteps):
             warpgroup.OperandMajorMode.MN,
             Float32,
             atom_layout_mnk=(2, 1, 1),
-            tiler_mn=(64, self.head_dim),
+            tiler_mn=(64, self.pv_columns),
             a_source=warpgroup.OperandSource.RMEM,
         )
-        wg = cute.arch.make_warp_uniform(tid // 128)
-        lane = tid % 32
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        wg, warp, lane = thread.warpgroup, thread.warp, thread.lane
         qk_slice = qk_mma.get_slice(wg * 128)
         pv_slice = pv_mma.get_slice(wg * 128)
         tSrQ = qk_slice.make_fragment_A(qk_slice.partition_A(sQ))
@@ -109,8 +175,9 @@ class UnionConsumer(PagedUnionTile, UnionSteps):
             tScale.fill(1.0)
             tO.fill(0.0)
             if gate.at != 0:
-                self.prefetch_gate(tiles, gate, item, tid)
+                self.prefetch_gate(tiles, gate, item, thread.tid)
             cute.arch.cp_async_wait_group(0)
+            self.settle_q(q_smem, warp, lane)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
 
@@ -203,10 +270,17 @@ class UnionConsumer(PagedUnionTile, UnionSteps):
                 live,
                 group_size,
                 scale_log2,
+                self.factor(scale),
                 pair0,
                 lane,
             )
             item, ns, pairs = next_item, next_ns, next_pairs
+
+    def settle_q(self, q_smem: Int32, warp: Int32, lane: Int32):
+        """What is left to do to the part of Q that this thread copied."""
+
+    def factor(self, scale: OutputScale):
+        return 1.0
 
     @cute.jit
     def prefetch_gate(self, tiles: Tiles, gate: Heads, item: Int32, tid: Int32):

@@ -36,14 +36,11 @@ and O, and that `prepare.py` ran before this launch on the same stream with the 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import LayoutEnum
 
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.consumer import Tiles, UnionConsumer
+from qsa_cute.kernels.attention.paged_union.consumer import OutputScale, Thread, Tiles, UnionConsumer
 from qsa_cute.kernels.attention.union_steps import BOX_BYTES, BOX_COLUMNS, STAGES, Heads
 from qsa_cute.kernels.attention.union_tile import PAIRS
 from qsa_cute.kernels.common import early, ops
@@ -188,46 +185,10 @@ class UnionPrefill(UnionConsumer):
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element, self.head_dim), self.element
-        )
-        q_layout = cute.tile_to_shape(atom, (PAIRS, self.head_dim), order=(0, 1))
-        kv_layout = cute.tile_to_shape(atom, (self.tile, self.head_dim, STAGES), order=(0, 1, 2))
-
-        @cute.struct
-        class Storage:
-            k_full: cute.struct.MemRange[Int64, STAGES + 2]  # a slot's, then a warpgroup's: see `wait`
-            k_empty: cute.struct.MemRange[Int64, STAGES]
-            v_full: cute.struct.MemRange[Int64, STAGES + 2]
-            v_empty: cute.struct.MemRange[Int64, STAGES]
-            masks: cute.struct.Align[cute.struct.MemRange[Int32, STAGES * PAIRS], 16]
-            q: cute.struct.Align[cute.struct.MemRange[self.element, PAIRS * self.head_dim], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.element, self.tile * self.head_dim * STAGES], 1024]
-
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        bars = (
-            storage.k_full.data_ptr(),
-            storage.k_empty.data_ptr(),
-            storage.v_full.data_ptr(),
-            storage.v_empty.data_ptr(),
-        )
-        if warp == 0:
-            with cute.arch.elect_one():
-                for s in cutlass.range_constexpr(STAGES + 2):
-                    cute.arch.mbarrier_init(bars[0] + s, 5)  # gather warps, and warp 0's masks
-                    cute.arch.mbarrier_init(bars[2] + s, 4)
-                for s in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(bars[1] + s, 8)  # consumer warps
-                    cute.arch.mbarrier_init(bars[3] + s, 8)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        operands, slots, bars = self.allocate()
+        self.init_barriers(bars, warp)
         early.begin()
 
-        sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sVt = cute.composition(sV, cute.make_ordered_layout((self.head_dim, self.tile, STAGES), order=(1, 0, 2)))
         tiles = Tiles(
             union_counts.toint(),
             union_entries.toint(),
@@ -243,7 +204,6 @@ class UnionPrefill(UnionConsumer):
             mask_rows,
             entry_shift,
         )
-        slots = [Int32(part.data_ptr().toint()) for part in (storage.q, storage.k, storage.v, storage.masks)]
         if warp < 4:
             cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
             self.gather(tiles, tensor_maps.toint(), slots[1], slots[2], slots[3], bars, warp)
@@ -257,11 +217,17 @@ class UnionPrefill(UnionConsumer):
                 lse_ptr.toint(),
                 row_path.toint(),
                 attention_scale * ops.LOG2_E,
-                (sQ, sK, sVt),
+                OutputScale(Float32(1.0), Int64(0)),
+                operands,
                 slots[0],
                 slots[3],
                 bars,
-                tid - 128,
+                Thread(
+                    tid - 128,
+                    cute.arch.make_warp_uniform((tid - 128) // 128),
+                    cute.arch.make_warp_uniform((tid - 128) // 32),
+                    (tid - 128) % 32,
+                ),
             )
 
     # ---- items ---------------------------------------------------------------------------------------

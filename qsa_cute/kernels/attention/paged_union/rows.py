@@ -4,6 +4,9 @@ Grid and marks as in `union_rows`; the rows of all requests are one sequence. An
 block table and its physical page in the cache; a row whose request does not exist is zeros.
 
 A token's place is its page << `token_shift` | its place in the page: the page is divided out once an entry.
+
+K and V in e4m3 become fp16 on their way to the products (`fp8_rows.py`); Q, O and the gate are bf16 then.
+`k_scale_ptr`, `v_scale_ptr`: FP32 factors of `attention_scale` and `output_scale`, 0 for none; with e4m3 only.
 """
 
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention import union_ops
+from qsa_cute.kernels.attention.fp8_rows import Fp8RowGather
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowOutput, Share, TokenSource
 from qsa_cute.kernels.attention.union_rows import RowList, UnionRows
 from qsa_cute.kernels.common import early, ops
@@ -26,6 +30,8 @@ PARAMS = (
     ptr("v_ptr", "elem", 16),
     ptr("o_ptr", "elem", 16),
     ptr("gate_ptr", "elem", 16),
+    ptr("k_scale_ptr", "f32"),
+    ptr("v_scale_ptr", "f32"),
     ptr("indices", "i32"),
     ptr("block_table", "i32"),
     ptr("token_to_req", "i32"),
@@ -55,6 +61,7 @@ PARAMS = (
     i64("indices_stride_row"),
     i64("table_stride"),
     f32("attention_scale"),
+    f32("output_scale"),
 )
 
 
@@ -103,9 +110,10 @@ class CacheTokens(TokenSource):
 class GatedOutput(RowOutput):
     gate: Int64  # of the row's first head; 0: none
     gate_head: Int64  # bytes between heads
+    factor: Float32  # of O, with K and V in e4m3
 
 
-class UnionRowsPaged(UnionRows):
+class UnionRowsPaged(Fp8RowGather, UnionRows):
     @cute.jit
     def __call__(
         self,
@@ -114,6 +122,8 @@ class UnionRowsPaged(UnionRows):
         v_ptr: cute.Pointer,
         o_ptr: cute.Pointer,
         gate_ptr: cute.Pointer,
+        k_scale_ptr: cute.Pointer,
+        v_scale_ptr: cute.Pointer,
         indices: cute.Pointer,
         block_table: cute.Pointer,
         token_to_req: cute.Pointer,
@@ -143,6 +153,7 @@ class UnionRowsPaged(UnionRows):
         indices_stride_row: Int64,
         table_stride: Int64,
         attention_scale: Float32,
+        output_scale: Float32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -151,6 +162,8 @@ class UnionRowsPaged(UnionRows):
             v_ptr,
             o_ptr,
             gate_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
             indices,
             block_table,
             token_to_req,
@@ -180,6 +193,7 @@ class UnionRowsPaged(UnionRows):
             indices_stride_row,
             table_stride,
             attention_scale,
+            output_scale,
         ).launch(
             grid=(1, 1, 1),
             block=(self.threads, 1, 1),
@@ -197,6 +211,8 @@ class UnionRowsPaged(UnionRows):
         v_ptr: cute.Pointer,
         o_ptr: cute.Pointer,
         gate_ptr: cute.Pointer,
+        k_scale_ptr: cute.Pointer,
+        v_scale_ptr: cute.Pointer,
         indices: cute.Pointer,
         block_table: cute.Pointer,
         token_to_req: cute.Pointer,
@@ -226,6 +242,7 @@ class UnionRowsPaged(UnionRows):
         indices_stride_row: Int64,
         table_stride: Int64,
         attention_scale: Float32,
+        output_scale: Float32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -236,6 +253,11 @@ class UnionRowsPaged(UnionRows):
         tMax = cute.make_rmem_tensor((2,), Float32)
         tSum = cute.make_rmem_tensor((2,), Float32)
         units = rows * num_kv_heads
+        item = 1 if self.fp8 else 2  # bytes of an element of K and V
+        scale_log2 = attention_scale * ops.LOG2_E
+        if cutlass.const_expr(self.fp8):
+            if k_scale_ptr.toint() != 0:
+                scale_log2 = scale_log2 * ops.load_global_f32(k_scale_ptr.toint())
         for first in cutlass.range(block, units, step * 32, unroll=1):
             mark = self.mark(
                 row_path.toint(),
@@ -257,13 +279,13 @@ class UnionRowsPaged(UnionRows):
                 head = Int64(kv_head * group_size)
                 request = ops.load_global_i32(token_to_req.toint() + Int64(row) * 4)
                 source = CacheTokens(
-                    k_ptr.toint() + Int64(kv_head) * k_stride_head * 2,
-                    v_ptr.toint() + Int64(kv_head) * v_stride_head * 2,
+                    k_ptr.toint() + Int64(kv_head) * k_stride_head * item,
+                    v_ptr.toint() + Int64(kv_head) * v_stride_head * item,
                     block_table.toint() + Int64(request) * table_stride * 4,
-                    k_stride_page * 2,
-                    k_stride_token * 2,
-                    v_stride_page * 2,
-                    v_stride_token * 2,
+                    k_stride_page * item,
+                    k_stride_token * item,
+                    v_stride_page * item,
+                    v_stride_token * item,
                     num_pages,
                     page_size,
                     table_width,
@@ -282,13 +304,14 @@ class UnionRowsPaged(UnionRows):
                         source,
                         RowList(at, Int32(1), columns, Int32(0)),
                         columns,
-                        attention_scale * ops.LOG2_E,
+                        scale_log2,
                         Share(Int32(0), Int32(1), group_size),
                         tO,
                         tMax,
                         tSum,
                         tid,
                     )
+                    self.arrange(tO, tid)
                 unit = ops.load_shared_i32(smem + self.at["place"])
                 marked = ops.load_shared_i32(smem + self.at["place"] + 4)
                 row = unit // num_kv_heads
@@ -296,12 +319,18 @@ class UnionRowsPaged(UnionRows):
                 gate = gate_ptr.toint()
                 if gate != 0:
                     gate = gate + (Int64(row) * gate_stride_row + head * gate_stride_head) * 2
+                factor = Float32(1.0)
+                if cutlass.const_expr(self.fp8):
+                    factor = output_scale
+                    if v_scale_ptr.toint() != 0:
+                        factor = factor * ops.load_global_f32(v_scale_ptr.toint())
                 out = GatedOutput(
                     o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2,
                     o_stride_head * 2,
                     Int64(0),
                     gate,
                     gate_stride_head * 2,
+                    factor,
                 )
                 self.store_row(out, group_size, tO, tMax, tSum, tid)
                 cute.arch.sync_threads()
@@ -317,6 +346,8 @@ class UnionRowsPaged(UnionRows):
             row = lane // 4 + 8 * r
             if row < group:
                 inverse = self.inverse(tSum[r])
+                if cutlass.const_expr(self.fp8):
+                    inverse = inverse * out.factor
                 at = out.o + Int64(row) * out.o_head + column
                 gate = out.gate + Int64(row) * out.gate_head + column
                 gated = Int32(out.gate != 0 and tSum[r] > 0.0)

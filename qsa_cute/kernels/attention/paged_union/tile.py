@@ -29,16 +29,20 @@ class PagedUnionTile(UnionTile):
         live: Int32,
         group_size: Int32,
         scale_log2: Float32,
+        factor,
         pair0: Int32,
         lane: Int32,
     ):
         """Normalise, gate and store; a row with nothing selected is zeros, its LSE -inf. Four lanes hold 8 columns in
-        turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes. A gate multiplies what is rounded."""
+        turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes. A gate multiplies what is rounded.
+
+        `factor` multiplies O: V's scale, or the constant 1."""
         for j in cutlass.range_constexpr(2):
             pair = pair0 + 8 * j
             row = (start + pair) // group_size
             head = start + pair - row * group_size
             inverse = cute.arch.rcp_approx(tSum[j]) if tSum[j] > 0.0 else Float32(0.0)
+            inverse = inverse * factor
             at = o + Int64(row) * o_row + Int64(head) * o_head + Int64((lane % 4) * 16)
             gate_at = gate + Int64(row) * gate_row + Int64(head) * gate_head + Int64((lane % 4) * 16)
             gated = Int32(gate != 0 and pair < live and tSum[j] > 0.0)
