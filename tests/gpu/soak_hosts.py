@@ -174,9 +174,10 @@ def prompts(parts, *rest):
     return keys_of(tuple(tuple(range(first, first + count)) for first, count in parts), *rest)
 
 
-decodes = st.builds(
-    steps_of, st.lists(seen, min_size=1, max_size=6), st.integers(1, 8), key_types, key_pages, st.integers(1, 4),
-    st.integers(0, 2), seeds,
+decodes = st.builds(  # one launch and two: up to 8192 columns and, from 8 requests on, more
+    steps_of, st.lists(st.one_of(seen, st.just(9000)), min_size=1, max_size=16),
+    st.one_of(st.sampled_from([1, 2]), st.integers(1, 8)), key_types, key_pages, st.integers(1, 4), st.integers(0, 2),
+    seeds,
 )  # fmt: skip
 prefills = st.builds(
     prompts, st.lists(st.tuples(seen, st.integers(1, 150)), min_size=1, max_size=4), st.integers(0, 999), key_types,

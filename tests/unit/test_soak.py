@@ -12,6 +12,8 @@ import torch
 from qsa_cute.reference import attention, indexer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+import attention_cases
+import paged_select_cases
 import soak_cases
 from soak_cases import DecodeSoak, SelectSoak
 
@@ -170,3 +172,27 @@ def test_an_unsteady_kernel_is_seen(a_selection) -> None:
 
     a_selection.group(unsteady, sample=True)
     assert set(a_selection.broken()) == {"the same bits again"}
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch) -> None:
+    for module in (attention_cases, paged_select_cases):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+
+
+def test_what_is_strewn_is_out_of_range(on_the_cpu) -> None:
+    values = torch.arange(20_000, dtype=torch.int32)
+    found = attention_cases.strewn(values, 777_777, torch.Generator().manual_seed(0), share=0.2)
+    changed = found != values
+    assert 0.17 < changed.float().mean() < 0.23
+    assert set(found[changed].tolist()) == {-(2**31), -1, 777_777, 2**31 - 1}
+
+
+def test_a_selection_out_of_range_has_an_answer(on_the_cpu) -> None:
+    """Whatever its rows see is a number: the reference's logits are NaN where they see nothing only."""
+    case = paged_select_cases.paged("bf16", 64, ((300, 200, 100),) * 20, broken=True)
+    bad = paged_select_cases.out_of_range(case, 0)
+    assert set(bad.page_table.flatten().tolist()) >= {-(2**31), -1, len(case.k_cache), 2**31 - 1}
+    assert set(bad.visible.tolist()) >= {-(2**31), -1, case.columns + 1, 2**31 - 1}
+    seen = bad.visible.clamp(0, case.columns)
+    assert torch.equal((~bad.logits().isnan()).sum(1), seen.long())
