@@ -380,7 +380,6 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 {"threads": 256, "held": 32, "ranks": 1, "blocks_per_sm": 3},
                 {"threads": 512, "held": 16, "ranks": 1, "blocks_per_sm": 2},
                 {"threads": 512, "held": 32, "ranks": 1, "blocks_per_sm": 1},
-                {"threads": 768, "held": 24, "ranks": 1, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 2, "blocks_per_sm": 1},
                 {"threads": 512, "held": 32, "ranks": 4, "blocks_per_sm": 1},
                 sms=("sm_90a",),

@@ -65,7 +65,6 @@ SELECTION_SM90 = (
     (128, 8192, "select_held", 512, 16, 1),
     (ANY, 8192, "select_held", 256, 32, 1),
     (256, 16384, "select_held", 512, 32, 1),
-    (128, 18432, "select_held", 768, 24, 1),
     (64, 32768, "select_held", 512, 32, 2),
     (32, 65536, "select_held", 512, 32, 4),
     (8, ANY, "select_cluster", 512, 8, 4),

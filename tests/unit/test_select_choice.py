@@ -20,7 +20,6 @@ SIZES = st.integers(1, 2**31 - 1)
         (64, 2049, "select_held", 256, 16, 1),
         (4096, 8192, "select_held", 256, 32, 1),
         (256, 16384, "select_held", 512, 32, 1),
-        (128, 16400, "select_held", 768, 24, 1),
         (64, 32768, "select_held", 512, 32, 2),
         (1, 65536, "select_held", 512, 32, 4),
         (32, 65536, "select_held", 512, 32, 4),
