@@ -5,6 +5,7 @@ gathered and in what becomes of the output.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -60,6 +61,7 @@ class UnionSteps(UnionTile):
         self.threads = 384
         if tile % 16 or self.blocks > 32:
             raise ValueError("a chunk is a multiple of 16 tokens, and its blocks have a bit each of a word")
+        self.pv_columns = head_dim  # of one instruction
         self.smem_bytes = 2048 + PAIRS * head_dim * 2 + 2 * STAGES * self.slot_bytes
 
     @cute.jit
@@ -92,20 +94,7 @@ class UnionSteps(UnionTile):
     @cute.jit
     def step(
         self,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        accS: cute.Tensor,
-        accO: cute.Tensor,
-        tSrQ: cute.Tensor,
-        tSrK: cute.Tensor,
-        tOrP: cute.Tensor,
-        tOrV: cute.Tensor,
-        tS: cute.Tensor,
-        tO: cute.Tensor,
-        tP: cute.Tensor,
-        tMax: cute.Tensor,
-        tSum: cute.Tensor,
-        tScale: cute.Tensor,
+        f: SimpleNamespace,
         half: Int32,
         at0: Int32,
         to_m1: Int32,
@@ -121,19 +110,42 @@ class UnionSteps(UnionTile):
     ):
         """Q K^T of ring place k, then P V of the chunk before, at v, under the softmax of k's; the new phases."""
         k_full, k_empty, v_full, v_empty = bars
-        self.finish(flying, v_empty, tS, tP)
+        self.finish(flying, v_empty, f.s, f.p)
         k_phases = self.wait(k_full, k_bar, k_phases)
         w0 = ops.load_shared_i32(at0 + k % 2 * (PAIRS * 4)) >> half
         w1 = ops.load_shared_i32(at0 + to_m1 + k % 2 * (PAIRS * 4)) >> half
-        self.gemm(qk_mma, accS, tSrQ, tSrK[None, None, None, k % 2], True)
-        self.rescale(tO, tScale)
+        self.gemm(f.qk, f.acc_s, f.sq, f.sk[None, None, None, k % 2], True)
+        self.rescale(f.o, f.scale)
         v_phases = self.wait(v_full, v_bar, v_phases)
-        self.gemm(pv_mma, accO, tOrP, tOrV[None, None, None, v % 2], False)
+        self.gemm(f.pv, f.acc_o, f.rp, f.sv[None, None, None, v % 2], False)
         warpgroup.wait_group(1)
         self.release(k_empty, k)
-        self.apply_masks(tS, w0, w0, w1, w1)
-        self.softmax(tS, tMax, tSum, tScale, scale_log2)
+        self.apply_masks(f.s, w0, w0, w1, w1)
+        self.softmax(f.s, f.max, f.sum, f.scale, scale_log2)
         return k_phases, v_phases
+
+    def first_step(
+        self, f: SimpleNamespace, words: tuple, half: Int32, ring: Int32, bars, k_phases: Int32, scale_log2: Float32
+    ) -> Int32:
+        """Q K^T and softmax of a tile's chunk 0; the new phases."""
+        k_full, k_empty, _, _ = bars
+        k_phases = self.wait(k_full, ring % 2, k_phases)
+        self.gemm(f.qk, f.acc_s, f.sq, f.sk[None, None, None, ring % 2], True)
+        warpgroup.wait_group(0)
+        self.release(k_empty, ring)
+        self.apply_masks(f.s, *(word >> half for word in words))
+        self.softmax(f.s, f.max, f.sum, f.scale, scale_log2)
+        return k_phases
+
+    def last_product(self, f: SimpleNamespace, done: Int32, done_full: Int32, bars, v_phases: Int32) -> Int32:
+        """P V of a tile's last chunk; the new phases."""
+        _, _, v_full, v_empty = bars
+        self.rescale(f.o, f.scale)
+        v_phases = self.wait(v_full, done_full, v_phases)
+        self.gemm(f.pv, f.acc_o, f.rp, f.sv[None, None, None, done % 2], False)
+        warpgroup.wait_group(0)
+        self.release(v_empty, done)
+        return v_phases
 
     @cute.jit
     def finish(self, flying: Int32, v_empty: cute.Pointer, tS: cute.Tensor, tP: cute.Tensor):

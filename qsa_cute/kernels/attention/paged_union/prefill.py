@@ -40,7 +40,8 @@ from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.consumer import OutputScale, Thread, Tiles, UnionConsumer
+from qsa_cute.kernels.attention.paged_union.consumer import Output, Tiles, UnionConsumer
+from qsa_cute.kernels.attention.union_consumer import consumer_thread
 from qsa_cute.kernels.attention.union_steps import BOX_BYTES, BOX_COLUMNS, STAGES, Heads
 from qsa_cute.kernels.attention.union_tile import PAIRS
 from qsa_cute.kernels.common import early, ops
@@ -212,25 +213,21 @@ class UnionPrefill(UnionConsumer):
             self.consume(
                 tiles,
                 Heads(q_ptr.toint(), q_stride_batch, q_stride_row, q_stride_head),
-                Heads(o_ptr.toint(), o_stride_batch, o_stride_row, o_stride_head),
-                Heads(gate_ptr.toint(), gate_stride_batch, gate_stride_row, gate_stride_head),
-                lse_ptr.toint(),
-                row_path.toint(),
+                Output(
+                    Heads(o_ptr.toint(), o_stride_batch, o_stride_row, o_stride_head),
+                    lse_ptr.toint(),
+                    row_path.toint(),
+                    Heads(gate_ptr.toint(), gate_stride_batch, gate_stride_row, gate_stride_head),
+                    Float32(1.0),
+                    Int64(0),
+                ),
                 attention_scale * ops.LOG2_E,
-                OutputScale(Float32(1.0), Int64(0)),
                 operands,
                 slots[0],
                 slots[3],
                 bars,
-                Thread(
-                    tid - 128,
-                    cute.arch.make_warp_uniform((tid - 128) // 128),
-                    cute.arch.make_warp_uniform((tid - 128) // 32),
-                    (tid - 128) % 32,
-                ),
+                consumer_thread(tid - 128),
             )
-
-    # ---- items ---------------------------------------------------------------------------------------
 
     # ---- gather --------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.consumer import OutputScale, Thread, Tiles, UnionConsumer
+from qsa_cute.kernels.attention.paged_union.consumer import Output, Tiles, UnionConsumer
 from qsa_cute.kernels.attention.paged_union.widen import Plane, WideningGather
+from qsa_cute.kernels.attention.union_consumer import Thread
 from qsa_cute.kernels.attention.union_steps import Heads, UnionSteps
 from qsa_cute.kernels.attention.union_tile import PAIRS
 from qsa_cute.kernels.common import early, ops
@@ -236,12 +237,15 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
             self.consume(
                 tiles,
                 Heads(q_ptr.toint(), Int64(0), q_stride_row, q_stride_head),
-                Heads(o_ptr.toint(), Int64(0), o_stride_row, o_stride_head),
-                Heads(gate_ptr.toint(), Int64(0), gate_stride_row, gate_stride_head),
-                Int64(0),
-                row_path.toint(),
+                Output(
+                    Heads(o_ptr.toint(), Int64(0), o_stride_row, o_stride_head),
+                    Int64(0),
+                    row_path.toint(),
+                    Heads(gate_ptr.toint(), Int64(0), gate_stride_row, gate_stride_head),
+                    output_scale,
+                    v_scale_ptr.toint(),
+                ),
                 scale_log2,
-                OutputScale(output_scale, v_scale_ptr.toint()),
                 operands,
                 slots[0],
                 masks,
@@ -277,8 +281,8 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
             union_ops.store_shared_i32x4(to, tuple(words))
 
     @cute.jit
-    def factor(self, scale: OutputScale) -> Float32:
-        found = scale.number
-        if scale.at != 0:
-            found = found * ops.load_global_f32(scale.at)
-        return found
+    def factors(self, out: Output):
+        found = out.factor
+        if out.factor_at != 0:
+            found = found * ops.load_global_f32(out.factor_at)
+        return (found,)

@@ -20,18 +20,18 @@ class PagedUnionTile(UnionTile):
         o: Int64,
         o_row: Int64,
         o_head: Int64,
-        gate: Int64,
-        gate_row: Int64,
-        gate_head: Int64,
         lse: Int64,
         lse_row: Int32,
         start: Int32,
         live: Int32,
         group_size: Int32,
         scale_log2: Float32,
-        factor,
         pair0: Int32,
         lane: Int32,
+        gate: Int64,
+        gate_row: Int64,
+        gate_head: Int64,
+        factor,
     ):
         """Normalise, gate and store; a row with nothing selected is zeros, its LSE -inf. Four lanes hold 8 columns in
         turn, 2 each; exchanging them gives each lane 8 neighbours, 16 bytes. A gate multiplies what is rounded.
