@@ -15,6 +15,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import test_union_paged as union
 from paged_cases import CACHE_DTYPES, Paged, paged
 from test_paged_attention import call, check, run
 
@@ -44,6 +45,9 @@ def main() -> None:
             for algorithm, splits in PATHS:
                 check(checked, run(checked, algorithm, splits))
             call(checked)
+    for dtype in ("bf16", "fp8_e4m3"):
+        for head_dim in (256, 128):
+            union.check_shared(union.paged(dtype, head_dim, lengths=(300, 41), rows=(16, 9), top=16, page_size=48))
     torch.cuda.synchronize()
     print("every paged kernel ran and agrees with the reference")
 
