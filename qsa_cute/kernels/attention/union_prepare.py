@@ -67,7 +67,6 @@ PARAMS = (
 BLOCKS_PER_SM = 4
 ID_ROWS, LIST_ROWS = 12, 4  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 RECORDS = union_layout.RECORDS
-HALF = 64  # pairs of a warpgroup
 
 # Shared memory: the fixed part, in bytes.
 MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
@@ -186,13 +185,8 @@ class UnionPrepare(BlockScan):
         tile, _, _ = cute.arch.block_idx()
         early.begin()
         batch = tile // tiles_per_sequence
-        start = (tile % tiles_per_sequence) * tile_pairs
-        end = cutlass.min(start + tile_pairs, seq_len * group_size)
-        row0 = start // group_size
-        rows = (end - 1) // group_size - row0 + 1
-        a_rows = (cutlass.min(start + HALF, end) - 1) // group_size - row0 + 1  # rows [0, a_rows) are warpgroup 0's
-        first_b = (start + HALF) // group_size - row0  # rows [first_b, rows) are warpgroup 1's
-        first_b = first_b if start + HALF < end else rows
+        row0, rows, halves = self.cut((tile % tiles_per_sequence) * tile_pairs, tile_pairs, seq_len, group_size)
+        a_rows, first_b = halves
         context = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
         position = row0
         if query_starts.toint() != 0:

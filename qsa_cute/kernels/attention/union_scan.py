@@ -1,4 +1,4 @@
-"""A prefix sum over the 256 threads of the union's pre-kernels."""
+"""What the union's pre-kernels share: how a tile is cut, and a prefix sum over their 256 threads."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,9 +8,22 @@ from qsa_cute.kernels.common import ops
 
 THREADS = 256
 WARPS = THREADS // 32
+HALF = 64  # pairs of a warpgroup
 
 
 class BlockScan:
+    @cute.jit
+    def cut(self, start: Int32, tile_pairs: Int32, seq_len: Int32, group_size: Int32):
+        """Of the tile that begins at pair `start` of a sequence: its first row, its rows, and (a, b), where rows [0, a)
+        are warpgroup 0's and rows from b on warpgroup 1's."""
+        end = cutlass.min(start + tile_pairs, seq_len * group_size)
+        row0 = start // group_size
+        rows = (end - 1) // group_size - row0 + 1
+        a_rows = (cutlass.min(start + HALF, end) - 1) // group_size - row0 + 1
+        first_b = (start + HALF) // group_size - row0
+        first_b = first_b if start + HALF < end else rows
+        return row0, rows, (a_rows, first_b)
+
     @cute.jit
     def scan(self, at: Int32, c0: Int32, c1: Int32, twice: Int32, tid: Int32):
         """Sums before this thread and over the block of c0 and c1, and the block's sum of `twice`.

@@ -25,7 +25,8 @@ from qsa_cute.kernels.common.params import i32, i64, ptr
 from qsa_cute.kernels.indexer import select_ops as so
 from qsa_cute.kernels.indexer.paged_ops import PagedKeys, clamp
 from qsa_cute.kernels.indexer.paged_scores_decode import STEP, PagedScoresDecode
-from qsa_cute.kernels.indexer.select_held import CHUNK, SelectHeld
+from qsa_cute.kernels.indexer.select_chosen import CHUNK
+from qsa_cute.kernels.indexer.select_held import SelectHeld
 
 PARAMS = (
     ptr("q_ptr", "elem", 16),

@@ -88,7 +88,6 @@ PARAMS = (
 )
 
 BLOCKS_PER_SM = 3  # 80 registers: with the 64 of four, loads wait for one another (18.5 us for ids against 14.7)
-HALF = 64  # pairs of a warpgroup
 NO_REQUEST = -(2**31)  # of rows past the tile's
 
 
@@ -228,13 +227,7 @@ class UnionPrepare(UnionLists, UnionPlaces):
             self.publish_maps(smem, tensor_maps.toint(), k_map, v_map, v_token_map, tid)
 
         batch = tile // tiles_per_sequence
-        start = (tile % tiles_per_sequence) * tile_pairs
-        end = cutlass.min(start + tile_pairs, seq_len * group_size)
-        row0 = start // group_size
-        rows = (end - 1) // group_size - row0 + 1
-        a_rows = (cutlass.min(start + HALF, end) - 1) // group_size - row0 + 1  # rows [0, a_rows) are warpgroup 0's
-        first_b = (start + HALF) // group_size - row0  # rows [first_b, rows) are warpgroup 1's
-        first_b = first_b if start + HALF < end else rows
+        row0, rows, halves = self.cut((tile % tiles_per_sequence) * tile_pairs, tile_pairs, seq_len, group_size)
         at = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row0) * indices_stride_row) * 4
 
         # How many entries of its row's list count: asked for before the rest is known.
@@ -269,7 +262,7 @@ class UnionPrepare(UnionLists, UnionPlaces):
             cut = live
         lists = Lists(at, indices_stride_row * 4, index_kind, top_k, live, cut, position, length)
         pages = Pages(table, table2, batch, num_pages, page_blocks, entry_shift)
-        halves = Halves(a_rows, first_b)
+        halves = Halves(*halves)
         if tid < live:
             exists = one if tid < cut else two
             ops.store_shared_i32(smem + ENDS + tid * 4, entries_end if exists != 0 else Int32(0))
