@@ -1,4 +1,5 @@
-"""Draws bench/results for the README: decode against batch, prefill against context and likeness, and the roofline.
+"""Draws bench/results: decode against batch, prefill against context and likeness, whole prefills, the parts of a
+layer's step, what a launch costs the host, and the roofline.
 
 python -m bench.plot [--results bench/results/h200.jsonl] [--output docs/plots]
 """
@@ -184,7 +185,63 @@ def roofline(plt: Any, results: Results) -> Any:
     return figure
 
 
-FIGURES = {"decode": decode, "prefill": prefill, "prefill_full": prefill_full, "roofline": roofline}
+PARTS = {"ours_indexer": ("#0072B2", "indexer"), "ours_attention": ("#E69F00", "attention")}
+
+
+def layer(plt: Any, results: Results) -> Any:
+    """The parts of a layer's decode steps and prefill chunk, each timed by itself, and the whole beside them."""
+    found = []
+    for case_id, rows in results.items():
+        case = parse(case_id)
+        if case.family in ("layer_decode", "layer_prefill") and {"ours", *PARTS} <= rows.keys():
+            what = f"{case.rows} rows" if case.family == "layer_prefill" else f"decode of {case.batch}"
+            found.append((f"{what}\n{_tokens(case.ctx)} context", rows))
+    if not found:
+        return None
+    figure, panels = plt.subplots(1, len(found), figsize=(2.6 * len(found), 4.2), squeeze=False)
+    for axes, (label, rows) in zip(panels[0], found, strict=True):
+        bottom = 0.0
+        for name, (colour, text) in PARTS.items():
+            axes.bar(0, rows[name].us, bottom=bottom, color=colour, width=0.6, label=f"{text} by itself")
+            axes.text(0, bottom + rows[name].us / 2, f"{rows[name].us:.3g}", ha="center", va="center", color="white")
+            bottom += rows[name].us
+        axes.bar(1, rows["ours"].us, color="#777777", width=0.6, label="whole layer")
+        axes.text(1, rows["ours"].us / 2, f"{rows['ours'].us:.4g}", ha="center", va="center", color="white")
+        axes.set(title=label, xticks=[], xlim=(-0.6, 1.6))
+        axes.title.set_size(10)
+    panels[0][0].set_ylabel("microseconds")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return figure
+
+
+def host(plt: Any, results: Results) -> Any:
+    """Microseconds of the host a launch."""
+    rows = results.get("host/launch", {})
+    bars = [(label, rows[name].us) for name, label in HOST.items() if name in rows]
+    if "ours" not in rows or len(bars) < 2:
+        return None
+    figure, axes = plt.subplots(figsize=(6.5, 1.9))
+    places = range(len(bars), 0, -1)
+    axes.barh(
+        places, [us for _, us in bars], color=["#0072B2" if label == HOST["ours"] else "#999999" for label, _ in bars]
+    )
+    for place, (_, us) in zip(places, bars, strict=True):
+        axes.text(us, place, f" {us:.3g}", va="center")
+    axes.set_yticks(places, [label for label, _ in bars])
+    axes.set(title="What a launch costs the host", xlabel="microseconds")
+    return figure
+
+
+HOST = {"bare": "cuLaunchKernel", "ours": "SparseDecodeRunner.run", "triton": "a Triton launch"}
+FIGURES = {
+    "decode": decode,
+    "prefill": prefill,
+    "prefill_full": prefill_full,
+    "layer": layer,
+    "host": host,
+    "roofline": roofline,
+}
 
 
 def draw(rows: Iterable[Row], output: Path) -> list[Path]:
@@ -205,7 +262,8 @@ def draw(rows: Iterable[Row], output: Path) -> list[Path]:
         figure = make(plt, results)
         if figure is not None:
             written.append(output / f"{name}.png")
-            figure.tight_layout()
+            if name != "layer":  # its legend has a place of its own
+                figure.tight_layout()
             figure.savefig(written[-1], dpi=130)
             plt.close(figure)
     return written

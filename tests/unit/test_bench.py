@@ -212,7 +212,11 @@ def test_curves_follow_the_results() -> None:
 
 def test_plots_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
     assert [path.name for path in plot.draw([row("decode/ctx65536/b1")], tmp_path)] == ["decode.png", "roofline.png"]
-    assert len(plot.draw(sample_rows(), tmp_path)) == 4
+    whole = ("ours", "ours_indexer", "ours_attention")
+    more = [row("layer_decode/ctx65536/b1", name, 9) for name in whole] + [row("layer_decode/ctx65536/b32", "ours", 9)]
+    more += [row("host/launch", name, 5) for name in ("ours", "bare")]
+    assert len(plot.draw(sample_rows(), tmp_path)) == len(plot.FIGURES) - 2
+    assert {path.stem for path in plot.draw(sample_rows() + more, tmp_path)} == set(plot.FIGURES)
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
 
 
