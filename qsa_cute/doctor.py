@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qsa_cute.abi import ABI, SCHEMA
+from qsa_cute.abi import ABI, SCHEMA, build_command
 from qsa_cute.errors import ArtifactError, DriverError
 from qsa_cute.runtime import Loader, Store
 from qsa_cute.runtime import sm as sm_rules
-from qsa_cute.runtime.artifacts import ENVIRONMENT, mend, places
+from qsa_cute.runtime.artifacts import ENVIRONMENT, places
 from qsa_cute.runtime.driver import default_driver
 from qsa_cute.variants import SMS, variants
 
@@ -101,7 +101,8 @@ def _artifacts(path: str | None) -> Report:
     found["root"] = str(store.root)
     for sm in store.sms():
         found["sets"][sm] = _set(store, sm)
-    return found
+    nothing = store.problem()
+    return found | {"problem": nothing} if nothing else found
 
 
 def _set(store: Store, sm: str) -> Report:
@@ -161,9 +162,11 @@ def _problems(report: Report) -> Iterator[str]:
         if "problem" in device:
             if device["problem"] != report["artifacts"].get("problem"):
                 yield f"device {device['device']}: {device['problem']}"
-        elif not device["usable"]:
+        elif not device["usable"] and report["artifacts"].get("sets"):  # without any, that is the problem
             capability, target = ".".join(map(str, device["capability"])), device["target"]
-            what = f"build its artifacts: {mend(target)}" if target else f"no target runs there ({', '.join(SMS)})"
+            what = f"no target runs there ({', '.join(SMS)})"
+            if target:
+                what = f"build its artifacts: {build_command(target, report['artifacts']['root'])}"
             yield f"device {device['device']} (compute capability {capability}) can use no artifact; {what}"
 
 
@@ -179,7 +182,7 @@ def text(report: Report) -> str:
         f"Python {report['python']}",
     ]
     lines += [f"{name} {report['packages'][name] or 'not installed'} ({use})" for name, use in PACKAGES.items()]
-    lines.append(f"driver: {driver.get('problem') or 'CUDA ' + driver['cuda']}")
+    lines.append(f"driver: {'unusable, see below' if 'problem' in driver else 'CUDA ' + driver['cuda']}")
     if driver.get("kernel_module"):
         lines.append(f"  {driver['kernel_module']}")
     lines += ["", "artifacts looked for in:"]
@@ -188,7 +191,7 @@ def text(report: Report) -> str:
         taken = "  <- taken" if place["path"] and _same(place["path"], artifacts["root"]) else ""
         lines.append(f"  {place['source']}: {', '.join(filter(None, (place['path'], place['state'])))}{taken}")
     for sm, found in artifacts.get("sets", {}).items():
-        lines += _set_lines(sm, found)
+        lines += _set_lines(sm, found, artifacts["root"])
     lines.append("")
     devices = report["devices"]
     if isinstance(devices, dict):
@@ -212,7 +215,7 @@ def _same(one: str, other: str | None) -> bool:
     return other is not None and Path(one).resolve() == Path(other).resolve()
 
 
-def _set_lines(sm: str, found: Report) -> list[str]:
+def _set_lines(sm: str, found: Report, root: str | None) -> list[str]:
     if "variants" not in found:
         return [f"  {sm}: unusable, see below"]
     bad = len(found["problems"])
@@ -222,7 +225,7 @@ def _set_lines(sm: str, found: Report) -> list[str]:
         f"CUDA {found['oldest_driver']} and up"
     ]
     if found["not_built"]:
-        lines.append(f"    not built: {_some(found['not_built'])}; {mend(sm)}")
+        lines.append(f"    not built: {_some(found['not_built'])}; {build_command(sm, root)}")
     return lines
 
 

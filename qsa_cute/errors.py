@@ -1,4 +1,4 @@
-"""One root and five kinds of error; each message says what was wrong, what was found and what to do."""
+"""One root, five kinds of error and a case of one of them. Each says what was wrong, what was found, what to do."""
 
 
 class QsaError(Exception):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qsa_cute.abi import MANIFEST
+from qsa_cute.abi import CHECKSUM, MANIFEST
 from qsa_cute.aot import compile as aot_compile
 from qsa_cute.aot import manifest as mf
 from qsa_cute.aot import sass, sources
@@ -70,9 +70,10 @@ def _plan_sm(folder: Path, sm: str, asked: list[Variant], digests: sources.Diges
     result = SmPlan(sm)
     try:
         present = mf.read_manifest(folder) or {}
-        unreadable = ""
+        unreadable = "" if not present or CHECKSUM in present else "its manifest has no checksum"  # it may be altered
     except ArtifactError:
         present, unreadable = {}, "its manifest cannot be read"
+    present = {} if unreadable else present
     entries = dict(present.get("variants", {}))
     for variant in asked:
         entry = entries.pop(variant.name, None)

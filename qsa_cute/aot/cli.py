@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from qsa_cute.abi import build_command
 from qsa_cute.aot import build as aot_build
 from qsa_cute.aot import manifest as mf
 from qsa_cute.aot import output, sources
@@ -177,7 +178,7 @@ def _asked_sms(root: Path, sms: tuple[str, ...]) -> tuple[str, ...]:
     variants(sms)  # refuses an unknown SM
     found = sms or aot_verify.built_sms(root)
     if not found:
-        raise click.ClickException(f"{root} holds no set; run: {aot_verify.build_command('SM')}")
+        raise click.ClickException(f"{root} holds no set; run: {build_command('SM', root)}")
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from qsa_cute.abi import ABI, CHECKSUM, KINDS, MANIFEST, MANIFEST_KEYS, SCHEMA, altered, checksum
+from qsa_cute.abi import ABI, CHECKSUM, KINDS, MANIFEST_KEYS, SCHEMA, bad_manifest, checksum, read_head
 from qsa_cute.aot.cubin import Cubin
 from qsa_cute.aot.sass import local_memory, tensor_core
 from qsa_cute.errors import ArtifactError
@@ -133,8 +133,8 @@ def write_json(path: Path, value: Record) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def read_json(path: Path, fields: Mapping[str, type], mend: str = "delete it and build again") -> Record | None:
-    """A manifest, lock or evidence file; None when there is none.
+def read_json(path: Path, fields: Mapping[str, type], mend: str) -> Record | None:
+    """A lock or evidence file; None when there is none.
 
     Args:
         fields: key -> type of what it must have beside the schema.
@@ -152,16 +152,18 @@ def read_json(path: Path, fields: Mapping[str, type], mend: str = "delete it and
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         got = value.get("schema") if isinstance(value, dict) else type(value).__name__
         raise ArtifactError(f"{path} has schema {got!r}, this version reads {SCHEMA}; {mend}")
-    _check_fields(path, value, fields, "", mend)
+    what = _wrong_fields(value, fields)
+    if what:
+        raise ArtifactError(f"{path} {what}; {mend}")
     return value
 
 
-def _check_fields(path: Path, value: Any, fields: Mapping[str, type], of: str, mend: str) -> None:
+def _wrong_fields(value: Any, fields: Mapping[str, type], of: str = "") -> str:
+    """What is wrong with a record's fields; "" for nothing."""
     if not isinstance(value, dict):
-        raise ArtifactError(f"{path} has no record{of}; {mend}")
+        return f"has no record{of}"
     missing = [f"{field}{of}" for field in sorted(fields) if type(value.get(field)) is not fields[field]]
-    if missing:
-        raise ArtifactError(f"{path} lacks {', '.join(missing)}; {mend}")
+    return f"lacks {', '.join(missing)}" if missing else ""
 
 
 HEAD_FIELDS = {key: {"schema": int, "abi": int, "variants": dict}.get(key, str) for key in MANIFEST_KEYS}
@@ -169,18 +171,21 @@ ENTRY_FIELDS = {key: getattr(kind, "__origin__", kind) for key, kind in get_type
 
 
 def read_manifest(folder: Path) -> Record | None:
-    """The manifest of an SM's folder, None when there is none; raises as `read_json`, and where it was altered."""
-    path, mend = folder / MANIFEST, "delete it and build again"
-    found = read_json(path, HEAD_FIELDS)
+    """The manifest of an SM's folder, None when there is none.
+
+    Raises:
+        ArtifactError: as `abi.read_head`, or it lacks what a build writes.
+    """
+    found = read_head(folder)
     if found is None:
         return None
-    what = altered(found)
-    if what:
-        raise ArtifactError(f"{path} {what}; {mend}")
+    what = _wrong_fields(found, HEAD_FIELDS)
     for name, entry in found["variants"].items():
-        _check_fields(path, entry, ENTRY_FIELDS, f" of {name}", mend)
-        if entry["file"] != f"{name}.cubin" or Path(entry["file"]).name != entry["file"] or "\0" in name:
-            raise ArtifactError(f"{path} names {entry['file']!r} as the file of {name}; {mend}")
+        what = what or _wrong_fields(entry, ENTRY_FIELDS, f" of {name}")
+        if not what and (entry["file"] != f"{name}.cubin" or Path(entry["file"]).name != entry["file"] or "\0" in name):
+            what = f"names {entry['file']!r} as the file of {name}"
+    if what:
+        raise bad_manifest(folder, what)
     return found
 
 

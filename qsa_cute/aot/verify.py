@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qsa_cute.abi import ABI, MANIFEST, SCHEMA
+from qsa_cute.abi import MANIFEST, SCHEMA, build_command
 from qsa_cute.aot import manifest as mf
 from qsa_cute.errors import ArtifactError
 from qsa_cute.variants import SMS, variants
@@ -15,10 +15,6 @@ _LOCK_FIELDS = {"dsl_version": str, "ptxas_version": str, "variants": dict}
 _LOCK_MEND = "take it from version control, or: python build_cutedsl.py lock"
 _EVIDENCE_FIELDS = {"sm": str, "variants": dict, "tests": dict}
 _EVIDENCE_MEND = "take it from version control, or: make gpu-test"
-
-
-def build_command(sm: str) -> str:
-    return f"python build_cutedsl.py build --gpu-arch {sm}"
 
 
 def built_sms(root: Path) -> tuple[str, ...]:
@@ -35,23 +31,18 @@ def load(root: Path, sm: str) -> mf.Record:
     manifest = mf.read_manifest(root / sm)
     if manifest is None:
         there = ", ".join(built_sms(root)) or "none"
-        raise ArtifactError(f"{root} has no set for {sm}, built are: {there}; run: {build_command(sm)}")
-    if manifest["sm"] != sm or manifest["abi"] != ABI:
-        raise ArtifactError(
-            f"{root / sm / MANIFEST} is of {manifest['sm']} and ABI {manifest['abi']}, wanted {sm} and ABI {ABI}; "
-            f"run: {build_command(sm)}"
-        )
+        raise ArtifactError(f"{root} has no set for {sm}, built are: {there}; run: {build_command(sm, root)}")
     return manifest
 
 
 def check_files(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     """Every file of the set against the manifest, and no file beside."""
-    folder, problems = root / sm, []
+    folder, problems, mend = root / sm, [], build_command(sm, root)
     expected = {entry["file"]: entry for entry in manifest["variants"].values()}
     for file, entry in expected.items():
         what = _wrong_file(folder / file, entry)
         if what:
-            problems.append(f"{folder / file} {what}; run: {build_command(sm)}")
+            problems.append(f"{folder / file} {what}; run: {mend}")
     strays = sorted({path.name for path in folder.iterdir()} - {*expected, MANIFEST})
     problems += [f"{folder / stray} is not in the manifest; delete it" for stray in strays]
     return problems
@@ -103,7 +94,8 @@ def check_evidence(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     for variant in variants([sm]):
         built = manifest["variants"].get(variant.name, {}).get("sha256")
         if built is None:
-            problems.append(f"{variant.name} is not built, so {path} cannot be compared; run: {build_command(sm)}")
+            mend = build_command(sm, root)
+            problems.append(f"{variant.name} is not built, so {path} cannot be compared; run: {mend}")
         elif evidence["variants"].get(variant.name) != built:
             problems.append(f"{variant.name} is not the cubin that {path} tested; run the GPU tests: make gpu-test")
     return problems

@@ -6,7 +6,6 @@ A store is a folder with one sub-folder per SM, each holding cubins and a manife
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qsa_cute.abi import ABI, KINDS, MANIFEST, SCHEMA, altered
+from qsa_cute.abi import KINDS, MANIFEST, bad_manifest, build_command, read_head
 from qsa_cute.errors import ArgumentError, ArtifactError
 from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.variants import SMS
@@ -23,14 +22,6 @@ ENVIRONMENT = "QSA_CUTE_ARTIFACTS"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _Json = Mapping[str, Any]
-
-
-def mend(sm: str, options: str = "") -> str:
-    """The command that makes the artifacts of `sm`, as every message quotes it."""
-    command = f"python build_cutedsl.py build --gpu-arch {sm}{options and ' ' + options}"
-    if (_PACKAGE.parent / "build_cutedsl.py").exists():
-        return command
-    return f"{command}, in a checkout of qsa-cute; artifacts that came in a wheel: install that wheel again"
 
 
 class Wanted(NamedTuple):
@@ -171,7 +162,7 @@ class ArtifactSet:
         return data
 
     def _bad(self, path: Path, what: str) -> ArtifactError:
-        return ArtifactError(f"cubin {path} {what}; rebuild it: {mend(self.sm, '--force')}")
+        return ArtifactError(f"cubin {path} {what}; rebuild it: {build_command(self.sm, self.folder.parent)}")
 
 
 class _ManifestReader:
@@ -179,29 +170,11 @@ class _ManifestReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.path = folder / MANIFEST
 
     def load(self) -> _Json:
-        try:
-            manifest = json.loads(self.path.read_bytes())
-        except OSError as error:
-            raise self._bad(f"cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise self._bad(f"is not JSON ({error})") from error
-        except RecursionError as error:
-            raise self._bad("is not JSON (nested without end)") from error
-        if not isinstance(manifest, dict):
-            raise self._bad("is not a JSON object")
-        for key, mine in (("schema", SCHEMA), ("abi", ABI)):
-            if manifest.get(key) != mine:
-                raise self._bad(f"has {key} {manifest.get(key)!r}, this qsa_cute reads {key} {mine}")
-        what = altered(manifest)
-        if what:
-            raise self._bad(what)
-        if manifest.get("sm") != self.folder.name:
-            raise self._bad(f"is for {manifest.get('sm')!r} but lies in a folder named {self.folder.name!r}")
-        if not isinstance(manifest.get("variants"), dict):
-            raise self._bad("has no table of variants")
+        manifest = read_head(self.folder)
+        if manifest is None:
+            raise self._bad("cannot be read (No such file or directory)")
         return manifest
 
     def variant(self, name: str, record: Any) -> VariantRecord:
@@ -245,7 +218,7 @@ class _ManifestReader:
         return value
 
     def _bad(self, what: str) -> ArtifactError:
-        return ArtifactError(f"manifest {self.path} {what}; rebuild it: {mend(self.folder.name)}")
+        return bad_manifest(self.folder, what)
 
 
 class Store:
@@ -255,11 +228,11 @@ class Store:
         path: the folder; None looks in the places that `find_root` names.
 
     Raises:
-        ArtifactError: there is no such folder.
+        ArtifactError: there is no such folder, or it is one SM's set.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.root = find_root(path)
+        self._source, self.root = _find(path)
         self._sets: dict[str, ArtifactSet] = {}
 
     def sms(self) -> list[str]:
@@ -292,16 +265,32 @@ class Store:
         if not found:
             raise ArtifactError(self._missing(wanted, capability))
 
+    def problem(self, sm: str = "sm_90a") -> str | None:
+        """What keeps all kernels from loading: that there is no set; None where there is one.
+
+        Args:
+            sm: whose set to build.
+        """
+        if self.sms():
+            return None
+        mend = f"build them: {self._mend(sm)}{_or_correct(self._source)}"
+        return f"{self._source} holds no artifacts: {self.root}; {mend}"
+
+    def _mend(self, sm: str) -> str:
+        return build_command(sm, self.root)
+
     def _missing(self, wanted: Wanted, capability: tuple[int, int]) -> str:
-        usable = sm_rules.preference(self.sms(), capability)
+        usable, targets = (sm_rules.preference(sms, capability) for sms in (self.sms(), SMS))
         if usable:
             names = sorted(name for sm in usable for name in self.read(sm).variants)
             has = f"{self.root} has for this device: {', '.join(names) or 'nothing'}"
-            return f"no artifact for {wanted}: {has}; build it: {mend(usable[0])}"
+            return f"no artifact for {wanted}: {has}; build it: {self._mend(usable[0])}"
+        nothing = self.problem(targets[0]) if targets else None
+        if nothing:
+            return f"no artifact for {wanted}: {nothing}"
         has = f"{self.root} has artifacts for {', '.join(self.sms()) or 'no SM'}"
         why = f"none of which runs on compute capability {capability[0]}.{capability[1]}"
-        targets = sm_rules.preference(SMS, capability)
-        remedy = f"build it: {mend(targets[0])}" if targets else f"no target of the build does ({', '.join(SMS)})"
+        remedy = f"build it: {self._mend(targets[0])}" if targets else f"no target of the build does ({', '.join(SMS)})"
         return f"no artifact for {wanted}: {has}, {why}; {remedy}"
 
 
@@ -312,7 +301,7 @@ class Place:
     Attributes:
         source: what names it: "the path given", "$QSA_CUTE_ARTIFACTS", "the package" or "the checkout".
         path: the folder; None where the source names none.
-        state: what is there, such as "sm_80, sm_90a", "no artifacts" or "not a folder".
+        state: what is there, such as "sm_80, sm_90a", "no artifacts", "one SM's set" or "not a folder".
     """
 
     source: str
@@ -335,8 +324,13 @@ def _look(source: str, path: Path | None) -> Place:
     if path is None:
         return Place(source, None, "not set")
     if not path.is_dir():
-        return Place(source, path, "not a folder")
-    return Place(source, path, ", ".join(_sms(path)) or "no artifacts")
+        return Place(source, path, "a file" if path.exists() else "not a folder")
+    return Place(source, path, "one SM's set" if _is_set(path) else ", ".join(_sms(path)) or "no artifacts")
+
+
+def _is_set(path: Path) -> bool:
+    """Whether a folder is the set of one SM, which lies in the artifact folder."""
+    return (path / MANIFEST).is_file()
 
 
 def _sms(root: Path) -> list[str]:
@@ -350,19 +344,41 @@ def find_root(path: str | os.PathLike[str] | None = None) -> Path:
     A path that was given, by argument or environment, is the only one looked at.
 
     Raises:
-        ArtifactError: it does not exist; the message names every place looked at.
+        ArtifactError: it does not exist or is one SM's set; the message names every place looked at.
     """
+    return _find(path)[1]
+
+
+def _find(path: str | os.PathLike[str] | None) -> tuple[str, Path]:
+    """What names the artifact folder, and the folder."""
     given = Path(path) if path is not None else None
     source = "the path given"
     if given is None and os.environ.get(ENVIRONMENT):
         given, source = Path(os.environ[ENVIRONMENT]), f"${ENVIRONMENT}"
     if given is not None:
-        if given.is_dir():
-            return given.resolve()
-        raise ArtifactError(f"{source} is not a folder: {given}; build one: {mend('sm_90a', f'--output {given}')}")
-    looked = (_PACKAGE / "artifacts", _PACKAGE.parent / "artifacts")
-    for place in looked:
+        if given.is_dir() and not _is_set(given):
+            return source, given.resolve()
+        raise ArtifactError(_no_root(source, given))
+    looked = {"the package": _PACKAGE / "artifacts", "the checkout": _PACKAGE.parent / "artifacts"}
+    for source, place in looked.items():
         if next(place.glob(f"*/{MANIFEST}"), None) is not None:
-            return place
-    where = ", ".join(map(str, looked))
-    raise ArtifactError(f"no artifacts: ${ENVIRONMENT} is not set, none in {where}; build them: {mend('sm_90a')}")
+            return source, place
+    where = ", ".join(map(str, looked.values()))
+    raise ArtifactError(
+        f"no artifacts: ${ENVIRONMENT} is not set, none in {where}; build them: {build_command('sm_90a')}"
+    )
+
+
+def _no_root(source: str, given: Path) -> str:
+    """Why a path that was given is no artifact folder, and what to do."""
+    if _is_set(given):
+        return f"{source} is one SM's set: {given}; name its parent, {given.resolve().parent}"
+    if given.exists():
+        return f"{source} is a file: {given}; name an artifact folder{_or_correct(source)}"
+    mend = build_command("sm_90a", given)
+    return f"{source} is not a folder: {given}; build one: {mend}{_or_correct(source)}"
+
+
+def _or_correct(source: str) -> str:
+    """The other remedy of a place that the environment names."""
+    return f"; or unset or correct {ENVIRONMENT}" if source == f"${ENVIRONMENT}" else ""

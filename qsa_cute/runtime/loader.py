@@ -15,8 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from qsa_cute.abi import build_command
 from qsa_cute.errors import ArgumentError, ArtifactError, DriverError, QsaError
-from qsa_cute.runtime.artifacts import ArtifactSet, Store, VariantRecord, Wanted, mend
+from qsa_cute.runtime.artifacts import ArtifactSet, Store, VariantRecord, Wanted
 from qsa_cute.runtime.capture import refuse_under_capture
 from qsa_cute.runtime.driver import Driver, Handle, default_driver
 from qsa_cute.runtime.launch import ForeignKernel, Kernel
@@ -216,7 +217,8 @@ class Loader:
             )
         needed, limit = record.smem_bytes + record.static_smem_bytes, self.driver.smem_optin(device)
         if needed > limit:
-            return f"needs {needed} bytes of shared memory a block, the device allows {limit}; {mend(artifacts.sm)}"
+            mend = build_command(artifacts.sm, artifacts.folder.parent)
+            return f"needs {needed} bytes of shared memory a block, the device allows {limit}; {mend}"
         return None
 
     def _library(self, artifacts: ArtifactSet, record: VariantRecord) -> _Library:
@@ -230,7 +232,7 @@ class Loader:
             library = self.driver.load_library(cubin)
             try:
                 kernel = self.driver.get_kernel(library, record.symbol)
-                self._check_params(record, kernel)
+                self._check_params(artifacts, record, kernel)
             except QsaError:
                 self.driver.unload_library(library)
                 self.store.forget(artifacts.sm)
@@ -238,7 +240,7 @@ class Loader:
             self._libraries[key] = _Library(cubin, library, kernel, record, set())
         return self._libraries[key]
 
-    def _check_params(self, record: VariantRecord, kernel: Handle) -> None:
+    def _check_params(self, artifacts: ArtifactSet, record: VariantRecord, kernel: Handle) -> None:
         """The manifest's parameter table against the cubin's own."""
         found = self.driver.params(kernel)
         said = [(param.offset, param.size) for param in record.params]
@@ -251,7 +253,7 @@ class Loader:
             )
             raise ArtifactError(
                 f"{record.name}: the cubin has {detail} of its manifest; rebuild it: "
-                f"{mend(record.name.rsplit('_', 1)[1].replace('sm', 'sm_'), '--force')}"
+                f"{build_command(artifacts.sm, artifacts.folder.parent, force=True)}"
             )
 
     def _prepare(self, library: _Library, device: int) -> None:

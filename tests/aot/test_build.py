@@ -91,6 +91,20 @@ def test_an_unreadable_manifest_is_built_over(built: Path, toys: list[Variant], 
     assert build.build(Store(built), toys, jobs=1).built == [variant.name for variant in toys]
 
 
+@pytest.mark.parametrize("change", [{"abi": 99}, {"sm": "sm_80"}, {CHECKSUM: None}])
+def test_what_a_load_refuses_or_cannot_trust_is_built_over(
+    built: Path, toys: list[Variant], compiler: FakeCompiler, change: dict
+) -> None:
+    """Whatever a manifest says, a plain build mends its set; one without a checksum may say anything."""
+    found = {key: value for key, value in manifest_of(built).items() if key != CHECKSUM} | change
+    head = {key: value for key, value in found.items() if value is not None}
+    if change != {CHECKSUM: None}:
+        head[CHECKSUM] = checksum(head)
+    (built / SM / "manifest.json").write_text(json.dumps(head))
+    assert build.build(Store(built), toys, jobs=1).built == [variant.name for variant in toys]
+    assert manifest_of(built)["sm"] == SM
+
+
 def test_force_builds_what_is_up_to_date(built: Path, toys: list[Variant], compiler: FakeCompiler) -> None:
     assert build.build(Store(built), toys, jobs=1, force=True).built == [variant.name for variant in toys]
 

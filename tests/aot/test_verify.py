@@ -11,7 +11,8 @@ from conftest import SM
 
 from qsa_cute import variants as registry
 from qsa_cute.abi import CHECKSUM, checksum
-from qsa_cute.aot import verify
+from qsa_cute.aot import build, sources, verify
+from qsa_cute.aot.store import Store
 from qsa_cute.errors import ArtifactError
 from qsa_cute.variants import Variant
 
@@ -70,7 +71,7 @@ def test_files(built: Path, toys: list[Variant], spoil: Callable[[Path], None], 
     assert said in found
     assert toys[0].name in found
     assert toys[1].name not in found
-    assert BUILD in found
+    assert f"{BUILD} --output {built}" in found
 
 
 def test_a_stray_file(built: Path) -> None:
@@ -81,9 +82,9 @@ def test_a_stray_file(built: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(schema=99), "schema 99, this version reads 1"),
-        (lambda m: m.update(abi=99), "ABI 99"),
-        (lambda m: m.update(sm="sm_80"), "is of sm_80"),
+        (lambda m: m.update(schema=99), "has schema 99, this qsa_cute reads schema 1"),
+        (lambda m: m.update(abi=99), "has abi 99"),
+        (lambda m: m.update(sm="sm_80"), "is for 'sm_80' but lies in a folder named 'sm_90a'"),
         (lambda m: m.pop("ptxas_version"), "lacks ptxas_version"),
         (lambda m: next(iter(m["variants"].values())).pop("symbol"), "lacks symbol of qsa_fill"),
         (lambda m: next(iter(m["variants"].values())).update(file="../../x.cubin"), "names '../../x.cubin'"),
@@ -92,7 +93,11 @@ def test_a_stray_file(built: Path) -> None:
 )
 def test_manifests(built: Path, change: Callable[[dict], None], said: str) -> None:
     edit(built / SM / "manifest.json", change)
-    assert said in problems(built)
+    found = problems(built)
+    assert said in found
+    assert found.endswith(f"; rebuild it: {BUILD} --output {built}")
+    plan = build.plan(Store(built), registry.variants([SM]), sources.Digests(sources.dsl_version()))
+    assert plan[0].changes  # which is what the sentence promises
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])

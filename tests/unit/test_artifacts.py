@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from runtime_fakes import PARAMS, write_set
 
+from qsa_cute.abi import CHECKOUT, build_command
 from qsa_cute.errors import ArgumentError, ArtifactError
 from qsa_cute.runtime import artifacts, sm
 from qsa_cute.runtime.artifacts import Store, Wanted
 
 DECODE = Wanted("sparse_decode", 256, "bf16")
 HOPPER = (9, 0)
-MEND = "python build_cutedsl.py build --gpu-arch sm_90a"
+MEND = "python build_cutedsl.py build --gpu-arch sm_90a --output"
 
 
 def edit(root: Path, change, sm_name: str = "sm_90a") -> None:
@@ -57,15 +58,46 @@ class TestFind:
             artifacts.find_root(tmp_path / "absent")
         assert MEND in str(caught.value)
         monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path / "absent"))
-        with pytest.raises(ArtifactError, match=r"\$QSA_CUTE_ARTIFACTS is not a folder"):
+        with pytest.raises(ArtifactError, match=r"\$QSA_CUTE_ARTIFACTS is not a folder") as caught:
             artifacts.find_root()
+        assert str(caught.value).endswith(f"{MEND} {tmp_path}/absent; or unset or correct QSA_CUTE_ARTIFACTS")
+
+    def test_one_sms_own_set_is_not_a_place_of_sets(self, tmp_path, monkeypatch):
+        """The usual slip."""
+        write_set(tmp_path)
+        monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path / "sm_90a"))
+        with pytest.raises(ArtifactError) as caught:
+            Store()
+        said = f"$QSA_CUTE_ARTIFACTS is one SM's set: {tmp_path}/sm_90a; name its parent, {tmp_path}"
+        assert str(caught.value) == said
+
+    def test_a_file(self, tmp_path, monkeypatch):
+        (tmp_path / "x.whl").write_bytes(b"")
+        monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path / "x.whl"))
+        with pytest.raises(ArtifactError, match=r"\$QSA_CUTE_ARTIFACTS is a file: .*unset or correct QSA_CUTE"):
+            Store()
+
+    def test_an_empty_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path))
+        store = Store()
+        assert store.problem().startswith(f"$QSA_CUTE_ARTIFACTS holds no artifacts: {tmp_path}; build them: {MEND}")
+        with pytest.raises(ArtifactError, match=r"--gpu-arch sm_80 .*; or unset or correct QSA_CUTE_ARTIFACTS"):
+            next(store.candidates(DECODE, (8, 0)))
+        write_set(tmp_path)
+        assert store.problem() is None
+
+    def test_the_checkouts_own_artifacts_need_no_output(self, tmp_path):
+        assert "--output" not in build_command("sm_80")
+        assert "--output" not in build_command("sm_80", CHECKOUT / "artifacts")
+        assert "--output 'a b' --force" in build_command("sm_80", "a b", force=True)
 
     def test_nothing_anywhere_names_every_place(self, tmp_path, monkeypatch):
         monkeypatch.delenv(artifacts.ENVIRONMENT, raising=False)
         monkeypatch.setattr(artifacts, "_PACKAGE", tmp_path / "qsa_cute")
         with pytest.raises(ArtifactError) as caught:
             artifacts.find_root()
-        for part in ("QSA_CUTE_ARTIFACTS", str(tmp_path / "qsa_cute/artifacts"), str(tmp_path / "artifacts"), MEND):
+        mend = MEND.removesuffix(" --output")
+        for part in ("QSA_CUTE_ARTIFACTS", str(tmp_path / "qsa_cute/artifacts"), str(tmp_path / "artifacts"), mend):
             assert part in str(caught.value)
 
 
@@ -113,7 +145,7 @@ class TestSelect:
         message = refusal(tmp_path, Wanted("sparse_decode", 128, "fp16"))
         assert "no artifact for sparse_decode d128 fp16" in message
         assert name in message
-        assert message.endswith(MEND)
+        assert message.endswith(f"{MEND} {tmp_path}")
 
     def test_a_foreign_sm_names_the_sm_to_build(self, tmp_path):
         write_set(tmp_path)
@@ -126,7 +158,7 @@ class TestSelect:
         assert "no target of the build does (sm_80, " in refusal(tmp_path, capability=(7, 5))
 
     def test_an_empty_store(self, tmp_path):
-        assert "has artifacts for no SM" in refusal(tmp_path)
+        assert f"the path given holds no artifacts: {tmp_path}; build them: {MEND} {tmp_path}" in refusal(tmp_path)
 
     def test_staging_folders_of_a_build_are_not_artifacts(self, tmp_path):
         write_set(tmp_path, ".old-sm_90a")
@@ -216,7 +248,7 @@ class TestCubin:
         path.write_bytes(data)
         message = refusal(tmp_path)
         assert f"{path} has sha256" in message
-        assert MEND in message
+        assert message.endswith(f"{MEND} {tmp_path}")  # a plain build sees what is damaged
 
     def test_absent(self, tmp_path):
         path = tmp_path / "sm_90a" / f"{write_set(tmp_path)}.cubin"

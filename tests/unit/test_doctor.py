@@ -100,6 +100,21 @@ class TestReport:
         assert status == 0
         assert f"problem: device 0 (compute capability 9.0) can use no artifact; build its artifacts: {MEND}" in text
 
+    @pytest.mark.parametrize("slip", ["", "sm_90a", "sm_90a/manifest.json"])
+    def test_a_variable_that_names_something_else(self, tmp_path, driver, monkeypatch, capsys, slip):
+        """An empty folder, the SM's own, a file: one problem, said once."""
+        if slip:
+            write_set(tmp_path)
+        monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path / slip))
+        status, text = said(capsys)
+        found = {"": "holds no artifacts", "sm_90a": "is one SM's set", "sm_90a/manifest.json": "is a file"}[slip]
+        assert status == 0
+        assert [line for line in text.splitlines() if line.startswith("problem")] == [
+            line for line in text.splitlines() if line.startswith(f"problem: $QSA_CUTE_ARTIFACTS {found}: {tmp_path}")
+        ]
+        assert "no problem found" not in text
+        assert ("name its parent" if slip == "sm_90a" else "unset or correct QSA_CUTE_ARTIFACTS") in text
+
 
 class TestNothingMakesItFail:
     def test_no_driver(self, tmp_path, no_driver, capsys):
@@ -107,7 +122,8 @@ class TestNothingMakesItFail:
         status, text = said(capsys, "--artifacts", tmp_path)
         assert status == 0
         assert "sm_90a: 1 variants, every hash is right" in text
-        assert text.count("problem: no driver here") == 1
+        assert text.count("no driver here") == 1
+        assert "driver: unusable, see below" in text
 
     def test_no_artifacts(self, tmp_path, driver, monkeypatch, capsys):
         monkeypatch.setattr(artifacts, "_PACKAGE", tmp_path / "qsa_cute")

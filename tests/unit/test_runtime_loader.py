@@ -195,6 +195,7 @@ class TestFailure:
         with pytest.raises(ArtifactError, match=says) as caught:
             loader.kernel(DECODE)
         assert MEND in str(caught.value)
+        assert str(caught.value).endswith(" --force")  # both files are as they were written: a build would keep them
         assert driver.count("unload_library") == 1
         driver.param_table = [(param["offset"], param["size"]) for param in PARAMS]
         assert loader.kernel(DECODE)
