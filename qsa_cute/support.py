@@ -19,6 +19,8 @@ class SupportCode(enum.Enum):
     SM = "sm"
     POOL_HEAD_DIM = "pool_head_dim"
     PAGE_SIZE = "page_size"
+    INDEX_KIND = "index_kind"
+    OPERATION = "operation"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ _DTYPES = {
     **dict.fromkeys(("u8", "uint8", "torch.uint8"), "u8"),
     **dict.fromkeys(("bool", "torch.bool"), "bool"),
 }
-_SM = re.compile(r"(?:sm_?)?(\d{2,4})([af]?)")
+_SM = re.compile(r"(?:sm_?)?(\d{1,3})\.?(\d)[af]?")
+SM_FORMS = '90, "90", "9.0", (9, 0) or "sm_90a"'  # what an SM is given as
 
 
 # Questions: never raise.
@@ -64,21 +65,44 @@ def dtype_name(dtype: object) -> str | None:
         return None
 
 
-def build_target(sm_version: object) -> str | None:
-    """The build's best target for 90, "90", "sm_90" or "sm_90a"; None where no target runs there."""
+def capability_of(sm_version: object) -> tuple[int, int] | None:
+    """The compute capability that `SM_FORMS` name, 90 and (9, 0) as (9, 0); None for anything else."""
     try:
-        number = whole(sm_version)
-        match = _SM.fullmatch(sm_version if isinstance(sm_version, str) else str(number))
-        if match is None:
-            return None
-        capability = divmod(int(match[1]), 10)
-        targets = sm_rules.preference(SMS, capability)
-        return targets[0] if targets else None
+        if isinstance(sm_version, tuple):
+            major, minor = map(whole, sm_version)
+            return None if major is None or minor is None else (major, minor)
+        match = _SM.fullmatch(sm_version if isinstance(sm_version, str) else str(whole(sm_version)))
+        return (int(match[1]), int(match[2])) if match else None
     except Exception:
         return None
 
 
+def build_target(sm_version: object) -> str | None:
+    """The build's best target for an SM as `capability_of` takes it; None where no target runs there."""
+    capability = capability_of(sm_version)
+    return next(iter(sm_rules.preference(SMS, capability)), None) if capability else None
+
+
 # Arguments: raise ArgumentError.
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """An object of a class, such as a runner's params."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} is {show(value)}; it takes {kind.__name__}")
+
+
+def element(name: str, value: object) -> str:
+    """Bf16 or fp16 by any of its names, as the house's; "" where it is not said."""
+    found = "" if value in (None, "") else dtype_name(value)
+    if found not in ("", "bf16", "fp16"):
+        raise ArgumentError(f"{name} is {show(value)}; it takes 'bf16', 'fp16' or ''")
+    return found
+
+
+def other_dtype(dtype: object, element: str) -> ArgumentError:
+    """That a launch is asked for in another type than the one its params are of."""
+    return ArgumentError(f"dtype is {show(dtype)}; params are of {element} tensors and take {element!r}")
 
 
 def integer(name: str, value: object, low: int, high: int = INT32_MAX) -> int:

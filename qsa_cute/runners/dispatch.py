@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qsa_cute import geometry
 from qsa_cute.errors import UnsupportedError
-from qsa_cute.runners.checks import build_target, dtype_name, show, whole
+from qsa_cute.runners.checks import SM_FORMS, build_target, capability_of, dtype_name, show, whole
 from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import KERNELS, variants
@@ -43,7 +43,9 @@ def target_support(kernel: str, head_dim: int, sm_version: object, dtype: object
     sm = build_target(sm_version)
     targets = KERNELS[kernel].sms
     if sm is None or sm not in targets:
-        return Support.no(SupportCode.SM, f"SM {show(sm_version)}; targets of the build are {', '.join(targets)}")
+        reason = f"SM {show(sm_version)}; targets of the build are {', '.join(targets)}"
+        unknown = "" if capability_of(sm_version) else f"; an SM is given as {SM_FORMS}"
+        return Support.no(SupportCode.SM, reason + unknown)
     built = [one for one in KERNELS[kernel].dtypes if variants([sm], kernel, [head_dim], [one])]
     if dtype_name(dtype) not in built:
         return Support.no(SupportCode.DTYPE, f"type {show(dtype)}; built for {sm} are {', '.join(built)}")

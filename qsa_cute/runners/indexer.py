@@ -107,6 +107,8 @@ class IndexerPrefillParams:
             None: seq_len, or with query_starts all that the page table can map.
         workspace, workspace_bytes: address and size of `IndexerPrefillRunner.workspace_size`; None: not checked.
         scratch_bytes: of the workspace for logits; rows are taken in chunks that fit.
+        dtype: of the projections, weights and keys, which `run` must then be given; "" where it is not known, of raw
+            addresses.
         launches: what `run` launches, in order.
 
     Raises:
@@ -134,6 +136,7 @@ class IndexerPrefillParams:
     scratch_bytes: int = SCRATCH_BYTES
     stream: int = 0
     device: int = -1
+    dtype: str = ""
     launches: tuple[Launch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +150,8 @@ class IndexerPrefillParams:
         if self.pool_state is not None:
             checks.reach(self.pool_state.max_pages_per_seq, longest)
         scratch = checks.integer("scratch_bytes", self.scratch_bytes, 1, 1 << 48)
-        checks.settle(self, {"max_context_len": longest, "scratch_bytes": scratch, "launches": ()})
+        dtype = checks.element("dtype", self.dtype)
+        checks.settle(self, {"max_context_len": longest, "scratch_bytes": scratch, "dtype": dtype, "launches": ()})
         if batch * rows:
             at = take_workspace(self, Workspace.of(*prefill_parts(batch, rows, longest, scratch)))
             checks.settle(self, {"launches": (*self._keys(at), *self._lists(at))})
@@ -277,6 +281,7 @@ def take_rows(
         "index_stride_row": qk.strides[1],
         "out_stride_row": out.row_stride(),
         "device": binder.device,
+        "dtype": binder.dtype,
     }
 
 
@@ -319,16 +324,17 @@ class IndexerDecodeParams:
     out_stride_row: int = geometry.INDEX_WIDTH
     stream: int = 0
     device: int = -1
+    dtype: str = ""
     launches: tuple[Launch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         batch = checks.integer("batch_size", self.batch_size, 0)
         query_len = checks.integer("query_len", self.query_len, 1, MAX_QUERY_LEN)
-        if not isinstance(self.pool_state, QsaIndexerPoolState):
-            raise ArgumentError(f"pool_state is {checks.show(self.pool_state)}; it takes a QsaIndexerPoolState")
+        checks.instance("pool_state", self.pool_state, QsaIndexerPoolState)
         longest = _context(self.pool_state.reach if self.max_context_len is None else self.max_context_len)
         checks.reach(self.pool_state.max_pages_per_seq, longest)
-        checks.settle(self, {"max_context_len": longest, "launches": ()})
+        dtype = checks.element("dtype", self.dtype)
+        checks.settle(self, {"max_context_len": longest, "dtype": dtype, "launches": ()})
         if batch:
             at = take_workspace(self, Workspace.of(*decode_parts(batch, query_len, longest)))
             checks.settle(self, {"launches": self._launches(at, longest // geometry.BLOCK_TOKENS)})
@@ -477,9 +483,9 @@ class IndexerPrefillRunner:
             UnsupportedError: no kernel for the type.
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
+            ArgumentError: params of another class, or of tensors of another type.
         """
-        for launch in params.launches:
-            launch.run(dtype)
+        _run(dtype, params, IndexerPrefillParams)
 
 
 class IndexerDecodeRunner:
@@ -513,5 +519,12 @@ class IndexerDecodeRunner:
     @staticmethod
     def run(dtype: object, params: IndexerDecodeParams) -> None:
         """As `IndexerPrefillRunner.run`; two or three launches."""
-        for launch in params.launches:
-            launch.run(dtype)
+        _run(dtype, params, IndexerDecodeParams)
+
+
+def _run(dtype: object, params: Any, kind: type) -> None:
+    checks.instance("params", params, kind)
+    if params.dtype and params.launches and params.dtype != wanted(Select.KERNEL, dtype).dtype:
+        raise checks.other_dtype(dtype, params.dtype)
+    for launch in params.launches:
+        launch.run(dtype)

@@ -88,8 +88,7 @@ def pool_of(state: QsaIndexerPoolState | None) -> dict[str, int]:
     """The pool's kernel parameters; without one, a table of no pages."""
     if state is None:
         return dict.fromkeys(_POOL_FIELDS, 0)
-    if not isinstance(state, QsaIndexerPoolState):
-        raise ArgumentError(f"pool_state is {checks.show(state)}; it takes a QsaIndexerPoolState")
+    checks.instance("pool_state", state, QsaIndexerPoolState)
     return {name: getattr(state, name) for name in _POOL_FIELDS}
 
 

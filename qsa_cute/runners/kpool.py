@@ -492,7 +492,7 @@ class KpoolRunner:
         kernel = OPERATIONS.get(operation) if isinstance(operation, str) else None
         if kernel is None:
             reason = f"operation {checks.show(operation)}; there are {', '.join(OPERATIONS)}"
-            return Support.no(SupportCode.HEADS, reason)
+            return Support.no(SupportCode.OPERATION, reason)
         if checks.whole(head_dim) != HEAD_DIM:
             return Support.no(SupportCode.HEAD_DIM, f"head dim {checks.show(head_dim)}; kpool's is {HEAD_DIM}")
         size = checks.whole(pool_size)

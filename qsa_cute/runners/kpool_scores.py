@@ -413,6 +413,8 @@ class PoolSelectRunner:
         Raises:
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
+            ArgumentError: params of another class.
         """
+        checks.instance("params", params, PoolSelectParams)
         for launch in params.launches:
             launch.run()

@@ -14,6 +14,7 @@ from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
+from qsa_cute.runners import checks
 from qsa_cute.runners.indexer import (
     SCRATCH_BYTES,
     IndexerDecodeParams,
@@ -49,6 +50,8 @@ def _check_pair(indexer: Any, attention: Any, rows: str) -> None:
             for name in ("batch_size", rows, "stream", "device")
         ),
     ]
+    if indexer.dtype and attention.dtype:
+        pairs.append(("dtype", indexer.dtype, attention.dtype))
     for name, chosen, attended in pairs:
         if chosen != attended:
             raise ArgumentError(f"{name} is {chosen} for the indexer and {attended} for the attention; they must agree")
@@ -69,6 +72,8 @@ class QsaLayerPrefillParams:
     attention: SparsePrefillParams
 
     def __post_init__(self) -> None:
+        checks.instance("indexer", self.indexer, IndexerPrefillParams)
+        checks.instance("attention", self.attention, SparsePrefillParams)
         _check_pair(self.indexer, self.attention, "seq_len")
         if self.indexer.query_starts != self.attention.query_starts:
             raise ArgumentError("query_starts are not the same for the indexer and for the attention")
@@ -169,6 +174,8 @@ class QsaLayerDecodeParams:
     attention: SparseDecodeParams
 
     def __post_init__(self) -> None:
+        checks.instance("indexer", self.indexer, IndexerDecodeParams)
+        checks.instance("attention", self.attention, SparseDecodeParams)
         _check_pair(self.indexer, self.attention, "query_len")
 
     @classmethod
@@ -335,11 +342,13 @@ class QsaLayer:
 
         Raises: as `SparsePrefillRunner.run`.
         """
+        checks.instance("params", params, QsaLayerPrefillParams)
         IndexerPrefillRunner.run(dtype, params.indexer)
         SparsePrefillRunner.run(dtype, params.attention)
 
     @staticmethod
     def decode(dtype: object, params: QsaLayerDecodeParams) -> None:
         """As `prefill`; at most four launches on SM90."""
+        checks.instance("params", params, QsaLayerDecodeParams)
         IndexerDecodeRunner.run(dtype, params.indexer)
         SparseDecodeRunner.run(dtype, params.attention)

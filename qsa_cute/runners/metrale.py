@@ -442,7 +442,7 @@ class MetraleRunner:
 
         Args:
             nq, nkv, hd: of the attention.
-            sm_version: 90, "90" or "sm_90a".
+            sm_version: as for `SparsePrefillRunner.can_implement`.
             dtype: "bf16", "fp16" or a torch dtype: of keys, queries and caches.
             n_heads, index_hd: of the indexer.
             tensor_cores: whether `ScoreRowsTc` is asked for, too, which takes 4 heads of 128.

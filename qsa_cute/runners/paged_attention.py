@@ -75,6 +75,7 @@ class PagedAttentionRunner:
     def workspace_wanted(params: PagedAttentionParams) -> Workspace | None:
         """Memory with which `run` would do these rows faster on their device, None where there is no such: for "shared"
         where many rows can share their gather, for "rows" where few rows have no clusters. It may hold anything."""
+        checks.instance("params", params, PagedAttentionParams)
         units, loader = params.rows * params.num_kv_heads, default_loader()
         if not units or params.algorithm is not None:
             return None
@@ -115,7 +116,9 @@ class PagedAttentionRunner:
             UnsupportedError: "cluster" is asked for where there are no clusters.
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
+            ArgumentError: params of another class.
         """
+        checks.instance("params", params, PagedAttentionParams)
         if not params.rows:
             return
         loader, stream = default_loader(), params.stream

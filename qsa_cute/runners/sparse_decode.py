@@ -47,6 +47,7 @@ class SparseDecodeParams:
         num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
+        dtype: of Q, the pool and O, which `run` must then be given; "" where it is not known, of raw addresses.
         k_pool_ptr, v_pool_ptr, k_page_table, v_page_table, group_size, grid: what follows from the rest.
 
     Raises:
@@ -87,6 +88,7 @@ class SparseDecodeParams:
     head_stride: int | None = None
     indices_stride_row: int | None = None
     device: int = -1
+    dtype: str = ""
     packed: object = field(init=False, default=None, repr=False, compare=False)  # kept by the launch
     group_size: int = field(init=False)
     k_pool_ptr: int = field(init=False)
@@ -132,6 +134,7 @@ class SparseDecodeParams:
             "top_k": checks.integer("top_k", self.top_k, 1, geometry.MAX_TOP_K),
             "max_splits": checks.integer("max_splits", self.max_splits, 1, checks.MAX_GRID_YZ),
             "device": checks.integer("device", self.device, -1),
+            "dtype": checks.element("dtype", self.dtype),
         }
 
     def _splits(self, units: int, top_k: int, max_splits: int) -> dict[str, Any]:
@@ -308,6 +311,7 @@ class SparseDecodeParams:
             indices_stride_row=ids.row_stride(),
             stream=current_stream(binder.device, q) if stream is None else stream,
             device=binder.device,
+            dtype=binder.dtype,
         )
 
 
@@ -404,8 +408,10 @@ class SparseDecodeRunner:
             UnsupportedError: no kernel for the type.
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
-            ArgumentError: the device needs "split_kv", and that a workspace.
+            ArgumentError: params of another class, or of tensors of another type; or the device needs "split_kv", and
+                that a workspace.
         """
+        checks.instance("params", params, SparseDecodeParams)
         if not params.grid[0]:
             return
         loader = default_loader()
@@ -414,12 +420,16 @@ class SparseDecodeRunner:
         alone = params.algorithm is None and params.num_splits == 1  # nothing to merge: two blocks an SM are faster
         if algorithm == CLUSTER and not alone:
             wanted = dispatch.wanted(_KERNELS[CLUSTER], params.head_dim, dtype)
+            if params.dtype and params.dtype != wanted.dtype:
+                raise checks.other_dtype(dtype, params.dtype)
             kernel = loader.peek(wanted, params.device, stream)
             kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
             return
         if algorithm == SPLIT_KV and params.algorithm is None:
             params = params.as_split_kv()
         wanted = dispatch.wanted(_KERNELS[SPLIT_KV], params.head_dim, dtype, _baked(params.max_splits))
+        if params.dtype and params.dtype != wanted.dtype:
+            raise checks.other_dtype(dtype, params.dtype)
         kernel = loader.peek(wanted, params.device, stream)
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.

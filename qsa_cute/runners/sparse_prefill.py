@@ -13,7 +13,8 @@ from qsa_cute.runners import checks, dispatch, union
 from qsa_cute.runners.tensors import Binder, current_stream
 from qsa_cute.runners.workspace import ALIGNMENT, Workspace
 from qsa_cute.runtime import Loader, Wanted, default_loader
-from qsa_cute.support import Support
+from qsa_cute.support import Support, SupportCode
+from qsa_cute.variants import KERNELS
 
 KERNEL = "sparse_prefill"
 ROWS, UNION = "rows", "union"
@@ -46,6 +47,7 @@ class SparsePrefillParams:
         attention_scale: factor of the scores, such as head_dim ** -0.5.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
+        dtype: of Q, K, V and O, which `run` must then be given; "" where it is not known, of raw addresses.
         group_size: query heads a KV head.
         num_blocks: extent of the grid.
 
@@ -88,6 +90,7 @@ class SparsePrefillParams:
     indices_stride_batch: int | None = None
     indices_stride_row: int | None = None
     device: int = -1
+    dtype: str = ""
     packed: object = field(init=False, default=None, repr=False, compare=False)  # kept by the launch
     group_size: int = field(init=False)
     num_blocks: int = field(init=False)
@@ -152,6 +155,7 @@ class SparsePrefillParams:
             "head_dim": checks.head_dim(self.head_dim),
             "top_k": checks.integer("top_k", self.top_k, 1, geometry.MAX_TOP_K),
             "device": checks.integer("device", self.device, -1),
+            "dtype": checks.element("dtype", self.dtype),
             "num_blocks": checks.grid("batch_size x seq_len x num_kv_heads", batch * rows * kv_heads),
         }
 
@@ -250,6 +254,7 @@ class SparsePrefillParams:
             lse_ptr=binder.pointer("lse", lse, "batch rows q_heads", "f32"),
             stream=current_stream(binder.device, q) if stream is None else stream,
             device=binder.device,
+            dtype=binder.dtype,
             **strides,
         )
         if params.shares and binder.size("bytes") < union.workspace(params).size:
@@ -268,17 +273,32 @@ class SparsePrefillRunner:
 
     @staticmethod
     def can_implement(
-        num_q_heads: object, num_kv_heads: object, head_dim: object, sm_version: object, dtype: object
+        num_q_heads: object,
+        num_kv_heads: object,
+        head_dim: object,
+        sm_version: object,
+        dtype: object,
+        *,
+        index_kind: object = "padded",
     ) -> Support:
         """Whether the kernels cover this shape, from numbers alone. Never raises.
 
         Args:
-            sm_version: 90, "90" or "sm_90a".
+            sm_version: 90, "90", "9.0", "sm_90a" or (9, 0), torch's get_device_capability().
             dtype: "bf16", "fp16" or a torch dtype.
+            index_kind: as in the parameters.
 
         Returns: a `Support`, true or with its reason.
         """
-        return dispatch.attention_support(KERNEL, num_q_heads, num_kv_heads, head_dim, sm_version, dtype)
+        found = dispatch.attention_support(KERNEL, num_q_heads, num_kv_heads, head_dim, sm_version, dtype)
+        if not isinstance(index_kind, str) or index_kind not in union.KINDS:
+            reason = f"index_kind {checks.show(index_kind)}; it takes {', '.join(map(repr, union.KINDS))}"
+            return Support.no(SupportCode.INDEX_KIND, reason)
+        targets = KERNELS[union.MAIN].sms
+        if found and index_kind != "padded" and checks.build_target(sm_version) not in targets:
+            reason = f"index_kind {index_kind!r} on SM {checks.show(sm_version)}; the union, which alone takes such "
+            return Support.no(SupportCode.SM, f"{reason}lists, is built for {', '.join(targets)}; use 'padded' lists")
+        return found
 
     canImplement = can_implement  # noqa: N815 - the hosts' name
 
@@ -353,11 +373,15 @@ class SparsePrefillRunner:
             UnsupportedError: no kernel for the type.
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
+            ArgumentError: params of another class, or of tensors of another type.
         """
+        checks.instance("params", params, SparsePrefillParams)
         if not params.num_blocks:
             return
         loader = default_loader()
         wanted = dispatch.wanted(KERNEL, params.head_dim, dtype)
+        if params.dtype and params.dtype != wanted.dtype:
+            raise checks.other_dtype(dtype, params.dtype)
         if params.shares and _shared(loader, dtype, params):
             return
         kernel = loader.peek(wanted, params.device, params.stream)

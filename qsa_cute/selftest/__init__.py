@@ -32,7 +32,7 @@ def lacking(check: Check, dtype: str, capability: tuple[int, int], missing: Call
     """Why a case has no kernels here, by the targets of the build or by its artifacts; "" where it has all."""
     for one in check.needs:
         wanted = one._replace(dtype=one.dtype or dtype)
-        support = dispatch.target_support(one.kernel, one.head_dim, "{}{}".format(*capability), wanted.dtype)
+        support = dispatch.target_support(one.kernel, one.head_dim, capability, wanted.dtype)
         if not support:
             return f"no {one.kernel} here: {support.reason}"
         reason = missing(wanted)

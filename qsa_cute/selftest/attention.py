@@ -126,6 +126,7 @@ def decode_case(dim: int, algorithm: str) -> Case:
             attention_scale=dim**-0.5,
             algorithm=algorithm,
             num_splits=3,
+            dtype=dtype,
             **layout.addresses(memory.poisoned(layout.size)),
         )
         return wrong_output(memory, lambda: SparseDecodeRunner.run(dtype, params), out, dtype, want)

@@ -344,6 +344,42 @@ class TestLayer:
         for change in ({"indices": OUT + 64}, {"stream": 3}, {"seq_len": 63}, {"query_starts": STARTS}):
             with pytest.raises(ArgumentError, match=next(iter(change))):
                 QsaLayerPrefillParams(indexer, prefill(**{"indices": OUT, "context_lengths": LENGTHS} | change))
+        typed = dataclasses.replace(attention, dtype="bf16")
+        assert QsaLayerPrefillParams(indexer, typed).attention is typed
+        other = IndexerPrefillParams(**PREFILL | {"seq_len": 64, "batch_size": 2, "dtype": "fp16"})
+        with pytest.raises(ArgumentError, match="dtype is fp16 for the indexer and bf16 for the attention"):
+            QsaLayerPrefillParams(other, typed)
+
+    @pytest.mark.parametrize("wrong", [None, "bf16"])
+    def test_what_are_no_halves_or_no_params(self, wrong):
+        with pytest.raises(ArgumentError, match=r"indexer is .*; it takes IndexerPrefillParams"):
+            QsaLayerPrefillParams(wrong, wrong)
+        with pytest.raises(ArgumentError, match=r"indexer is .*; it takes IndexerDecodeParams"):
+            QsaLayerDecodeParams(wrong, wrong)
+        for run, kind in (
+            (QsaLayer.prefill, "QsaLayerPrefillParams"),
+            (QsaLayer.decode, "QsaLayerDecodeParams"),
+            (IndexerPrefillRunner.run, "IndexerPrefillParams"),
+            (IndexerDecodeRunner.run, "IndexerDecodeParams"),
+        ):
+            with pytest.raises(ArgumentError, match=f"params is {wrong!r}; it takes {kind}"):
+                run("bf16", wrong)
+
+    def test_a_type_that_is_not_the_tensors(self, monkeypatch):
+        ran = []
+        monkeypatch.setattr(launches.Launch, "run", lambda self, dtype: ran.append(dtype))
+        for cls in (selects.Scores, selects.ScoresDecode, selects.Select):
+            monkeypatch.setattr(cls, "run", lambda self, dtype: ran.append(dtype))
+        for run, made in (
+            (IndexerPrefillRunner.run, IndexerPrefillParams(**PREFILL, dtype="fp16")),
+            (IndexerDecodeRunner.run, IndexerDecodeParams(**DECODE, pool_state=state(), dtype="fp16")),
+        ):
+            with pytest.raises(ArgumentError, match="dtype is 'bf16'; params are of fp16 tensors and take 'fp16'"):
+                run("bf16", made)
+            assert not ran
+            run("half", made)
+            assert ran == ["half"] * len(made.launches)
+            ran.clear()
 
     def test_decode_halves_agree(self):
         indexer = IndexerDecodeParams(**DECODE | {"batch_size": 4}, pool_state=state())

@@ -219,7 +219,7 @@ def test_other_questions():
     assert KpoolRunner.can_implement("compress", 64, 4, 90).code is SupportCode.HEAD_DIM
     assert KpoolRunner.can_implement("compress", 128, 3, 90).code is SupportCode.GROUP_SIZE
     assert KpoolRunner.can_implement("compress", 128, 4, 90, "fp16").code is SupportCode.DTYPE
-    assert not KpoolRunner.can_implement("nothing", 128, 4, 90)
+    assert KpoolRunner.can_implement("nothing", 128, 4, 90).code is SupportCode.OPERATION
     assert KpoolRunner.canImplement("compress", 128, 8, 90)
 
 
@@ -346,3 +346,9 @@ def test_a_pool_that_is_none_is_named(pool_size):
         host.append_tail_to_topk(ids, lengths, lengths, pool_size)
     with pytest.raises(ArgumentError, match="multiple of pool_size"):
         host.expand_pools_to_tokens(ids, ids, 16, pool_size)
+
+
+@pytest.mark.parametrize("wrong", [None, "bf16"])
+def test_what_are_no_params(wrong):
+    with pytest.raises(ArgumentError, match=f"params is {wrong!r}; it takes PoolSelectParams"):
+        PoolSelectRunner.run(wrong)

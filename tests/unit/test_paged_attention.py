@@ -542,3 +542,10 @@ class TestWhatTheHostRemembers:
         finally:
             tracemalloc.stop()
         assert each < 6 << 10, f"{each} bytes each"
+
+
+@pytest.mark.parametrize("ask", [PagedAttentionRunner.run, PagedAttentionRunner.workspace_wanted])
+def test_what_are_no_params(ask) -> None:
+    for wrong in (None, "bf16"):
+        with pytest.raises(ArgumentError, match=f"params is {wrong!r}; it takes PagedAttentionParams"):
+            ask(wrong)

@@ -194,6 +194,25 @@ def decode_tensors(**changes):
 
 
 class TestFromTensors:
+    @pytest.mark.parametrize("name", ["bf16", "fp16"])
+    def test_the_type_is_kept(self, name) -> None:
+        kind = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[name]
+        elements = {"prefill": "qkvo", "decode": ("q", "kv_pool", "o")}
+        for make, tensors, build in (
+            ("prefill", prefill_tensors(), SparsePrefillParams.from_tensors),
+            ("decode", decode_tensors(), SparseDecodeParams.from_tensors),
+        ):
+            typed = {one: FakeTensor(*tensors[one].shape, dtype=kind) for one in elements[make]}
+            assert build(**tensors | typed).dtype == name
+        workspace = {"partial_o": 1 << 50, "partial_stats": 1 << 51, "split_counters": 1 << 52}
+        assert decode(dtype=kind, **workspace).as_split_kv().dtype == name
+
+    def test_raw_addresses_have_none(self) -> None:
+        assert prefill().dtype == decode().dtype == ""
+        for build in (prefill, decode):
+            with pytest.raises(ArgumentError, match="dtype is 'fp8_e4m3'; it takes 'bf16', 'fp16' or ''"):
+                build(dtype="fp8_e4m3")
+
     def test_prefill(self) -> None:
         given = prefill_tensors(lse=floats(2, 5, 12), query_starts=ints(2))
         params = SparsePrefillParams.from_tensors(**given)

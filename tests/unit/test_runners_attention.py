@@ -87,7 +87,10 @@ class TestCanImplement:
         shape = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": head_dim}
         assert ask(runner, **shape, sm_version=sm, dtype=dtype)
 
-    @pytest.mark.parametrize("sm", [90, "90", "sm_90", "sm_90a", "sm90a", 80, 86, 88, 89, 100, 103, 120, 121])
+    @pytest.mark.parametrize(
+        "sm",
+        [90, "90", "sm_90", "sm_90a", "sm90a", "9.0", "12.1", (9, 0), (12, 1), 80, 86, 88, 89, 100, 103, 120, 121],
+    )
     def test_names_of_an_sm(self, runner, sm) -> None:
         assert ask(runner, sm_version=sm)
 
@@ -106,6 +109,10 @@ class TestCanImplement:
             ({"head_dim": 192}, SupportCode.HEAD_DIM, "head dim 192; built are 256, 128"),
             ({"sm_version": 75}, SupportCode.SM, "SM 75; targets of the build are sm_80"),
             ({"sm_version": "hopper"}, SupportCode.SM, "'hopper'"),
+            ({"sm_version": "hopper"}, SupportCode.SM, """; an SM is given as 90, "90", "9.0", (9, 0) or "sm_90a\""""),
+            ({"sm_version": (9, 0, 0)}, SupportCode.SM, "(9, 0, 0)"),
+            ({"sm_version": ("9", "0")}, SupportCode.SM, "('9', '0')"),
+            ({"sm_version": (7, 5)}, SupportCode.SM, "sm_121a"),
             ({"sm_version": 9.0}, SupportCode.SM, "9.0"),
             ({"dtype": "fp8_e4m3"}, SupportCode.DTYPE, "'fp8_e4m3'; built for sm_90a are bf16, fp16"),
             ({"dtype": 16}, SupportCode.DTYPE, "type 16"),
@@ -123,6 +130,29 @@ class TestCanImplement:
     def test_there_are_no_instances(self, runner) -> None:
         with pytest.raises(ArgumentError, match="static methods only"):
             runner()
+
+
+class TestIndexKind:
+    @pytest.mark.parametrize("kind", ["padded", "counted", "blocks"])
+    def test_sm90_takes_all(self, kind) -> None:
+        assert ask(SparsePrefillRunner, index_kind=kind, sm_version=(9, 0))
+
+    @pytest.mark.parametrize("kind", ["counted", "blocks"])
+    @pytest.mark.parametrize("sm", ["sm_80", 100, (12, 0)])
+    def test_the_others_take_padded_lists(self, kind, sm) -> None:
+        """As `run` does, which raises UnsupportedError there."""
+        assert ask(SparsePrefillRunner, index_kind="padded", sm_version=sm)
+        found = ask(SparsePrefillRunner, index_kind=kind, sm_version=sm)
+        assert found.code is SupportCode.SM
+        assert f"index_kind {kind!r} on SM" in found.reason
+        assert "is built for sm_90a; use 'padded' lists" in found.reason
+
+    @pytest.mark.parametrize("kind", ["list", None, 3, [], b"padded"])
+    def test_what_is_none(self, kind) -> None:
+        found = ask(SparsePrefillRunner, index_kind=kind)
+        assert found.code is SupportCode.INDEX_KIND
+        assert "it takes 'padded', 'counted', 'blocks'" in found.reason
+        assert not ask(SparsePrefillRunner, index_kind=Hostile())
 
 
 @pytest.mark.parametrize("wide", [255, 128, 260, -8, None, "384", 2**40])
@@ -226,6 +256,36 @@ class TestRun:
         SparsePrefillRunner.run("bf16", prefill(seq_len=0))
         SparseDecodeRunner.run("bf16", decode(batch_size=0))
         assert not loader.log
+
+    @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+    def test_tensors_of_another_type(self, use, capability) -> None:
+        loader = use(FakeLoader(capability))
+        for run, params, fits in (
+            (SparsePrefillRunner.run, prefill(dtype="fp16"), prefill(dtype="bf16")),
+            (SparseDecodeRunner.run, decode(dtype="torch.float16"), decode(dtype="bfloat16")),
+        ):
+            with pytest.raises(ArgumentError, match="params are of fp16 tensors and take 'fp16'"):
+                run(Torchlike(), params)
+            assert not loader.log
+            for dtype in ("bf16", Torchlike()):
+                run(dtype, fits)
+            assert loader.log
+            loader.log.clear()
+
+    @pytest.mark.parametrize("wrong", [None, "bf16", 0, {}, [1] * 99])
+    def test_what_are_no_params(self, use, wrong) -> None:
+        use(FakeLoader())
+        with pytest.raises(ArgumentError, match=r"params is .*; it takes SparsePrefillParams"):
+            SparsePrefillRunner.run("bf16", wrong)
+        with pytest.raises(ArgumentError, match=r"params is .*; it takes SparseDecodeParams"):
+            SparseDecodeRunner.run("bf16", wrong)
+
+    def test_swapped_arguments(self, use) -> None:
+        use(FakeLoader())
+        with pytest.raises(ArgumentError, match="params is 'bf16'; it takes SparseDecodeParams"):
+            SparseDecodeRunner.run(decode(), "bf16")
+        with pytest.raises(ArgumentError, match=r"params is SparseDecodeParams\(.*; it takes SparsePrefillParams"):
+            SparsePrefillRunner.run("bf16", decode())
 
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", "f32", None, [], {}])
     def test_an_unknown_type(self, use, dtype) -> None:

@@ -333,10 +333,10 @@ def test_an_older_device_skips_what_it_has_no_kernels_for(monkeypatch) -> None:
     assert all(check["ok"] for check in checks), checks
     skipped = {check["name"]: check["detail"] for check in checks if check["skipped"]}
     for name, reason in (
-        ("sparse_prefill d256 union bf16", "SM '80'; targets of the build are sm_90a"),
+        ("sparse_prefill d256 union bf16", "SM (8, 0); targets of the build are sm_90a"),
         ("paged attention d128 rows fp8_e4m3", "type 'fp8_e4m3'; built for sm_80 are bf16"),
-        ("kpool hadamard bf16", "no kpool_hadamard here: SM '80'"),
-        ("kpool scores and selection fp8_e4m3", "no kpool_scores here: SM '80'"),
+        ("kpool hadamard bf16", "no kpool_hadamard here: SM (8, 0)"),
+        ("kpool scores and selection fp8_e4m3", "no kpool_scores here: SM (8, 0)"),
     ):
         assert reason in skipped[name]
     for name in ("sparse_decode d256 split_kv fp16", "paged selection prefill bf16", "metrale scores bf16"):
