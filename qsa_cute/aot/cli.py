@@ -19,7 +19,7 @@ from qsa_cute.aot import verify as aot_verify
 from qsa_cute.aot import wheel as aot_wheel
 from qsa_cute.aot.store import Store
 from qsa_cute.errors import QsaError, UnsupportedError
-from qsa_cute.variants import KERNELS, SMS, Variant, variants
+from qsa_cute.variants import SMS, Variant, variants
 
 FAILED = 1
 OUT_OF_DATE = 3
@@ -68,12 +68,45 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def _chosen(
     sms: tuple[str, ...], kernels: str, head_dims: tuple[int, ...], dtypes: tuple[str, ...], max_splits: int | None
 ) -> list[Variant]:
-    every = not sms or "all" in sms
-    found = variants(None if every else sms, kernels, head_dims or None, dtypes or None, max_splits)
+    targets = _known_sms(sms) or None
+    found = variants(targets, kernels, head_dims or None, dtypes or None, max_splits)
     if not found:
-        built_for = "; ".join(f"{kernel.name} for {', '.join(kernel.sms)}" for kernel in KERNELS.values())
-        raise click.UsageError(f"no variant matches all the filters together; there are: {built_for}")
+        raise click.UsageError(_why_none(kernels, head_dim=head_dims, dtype=dtypes, sm=targets or ()))
+    if max_splits is not None and not any("max_splits" in dict(variant.baked) for variant in found):
+        with_splits = {variant.kernel: None for variant in variants() if "max_splits" in dict(variant.baked)}
+        raise click.UsageError(f"--max-splits is of {', '.join(with_splits)}; none of them is asked for")
     return found
+
+
+def _known_sms(sms: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets asked for, () for all. An SM's other names are answered with the target."""
+    for sm in sms:
+        if sm not in (*SMS, "all"):
+            digits = "".join(filter(str.isdecimal, sm))
+            near = [target for target in SMS if target.strip("sm_a") == digits]
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise click.UsageError(f"unknown SM {sm!r}; {hint}there are: {', '.join(SMS)}")
+    return () if "all" in sms else sms
+
+
+def _why_none(kernels: str, **filters: tuple[Any, ...]) -> str:
+    """Which filter, taken one after another, left nothing of the kernels that match, and what there is in its place."""
+    left, narrowed = variants(kernels=kernels), f"--kernels {kernels!r}"
+    for option, key in (("--head-dim", "head_dim"), ("--dtype", "dtype"), ("--gpu-arch", "sm")):
+        asked, before = filters[key], left
+        left = [variant for variant in before if not asked or getattr(variant, key) in asked]
+        words = "".join(f" {option} {value}" for value in asked)
+        if not left:
+            break
+        narrowed += words
+    has: dict[str, dict[str, None]] = {}  # kernel -> what it is built for
+    for variant in before:
+        has.setdefault(variant.kernel, {})[str(getattr(variant, key))] = None
+    groups: dict[str, list[str]] = {}
+    for kernel, there in has.items():
+        groups.setdefault(", ".join(there), []).append(kernel)
+    there_are = "; ".join(f"{', '.join(names)} for {there}" for there, names in groups.items())
+    return f"{words.strip()} leaves nothing of {narrowed}; there are: {there_are}"
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -175,8 +208,7 @@ def _states(root: Path, wanted: list[Variant]) -> list[tuple[str, str, str]]:
 def _asked_sms(root: Path, sms: tuple[str, ...]) -> tuple[str, ...]:
     if "all" in sms:
         return SMS
-    variants(sms)  # refuses an unknown SM
-    found = sms or aot_verify.built_sms(root)
+    found = _known_sms(sms) or aot_verify.built_sms(root)
     if not found:
         raise click.ClickException(f"{root} holds no set; run: {build_command('SM', root)}")
     return found
@@ -198,8 +230,11 @@ def verify(root: Path, sms: tuple[str, ...], lock: bool, evidence: bool, as_json
         output.data_json(problems)
     else:
         output.table(
-            ("sm", "state"), [(sm, f"{len(found)} problems" if found else "ok") for sm, found in problems.items()]
+            ("sm", "state"),
+            [(sm, output.count(len(found), "problem") if found else "ok") for sm, found in problems.items()],
         )
+    for note in aot_verify.evidence_notes(root, tuple(problems)) if evidence else ():
+        output.log(note)
     for found in problems.values():
         for problem in found:
             output.log(problem)
@@ -271,6 +306,5 @@ def _plain(value: object) -> object:
 @_output
 def clean(root: Path, sms: tuple[str, ...]) -> None:
     """Remove built sets and what killed builds left; lock.json and evidence/ stay."""
-    variants([sm for sm in sms if sm != "all"])
-    removed = Store(root).clean(SMS if not sms or "all" in sms else sms)
+    removed = Store(root).clean(_known_sms(sms) or SMS)
     output.table(("removed",), [(path,) for path in removed])

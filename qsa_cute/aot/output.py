@@ -18,6 +18,10 @@ def log(message: str) -> None:
     click.echo(message, err=True)
 
 
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def data_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, sort_keys=True))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qsa_cute.abi import MANIFEST, SCHEMA, build_command
 from qsa_cute.aot import manifest as mf
+from qsa_cute.aot.output import count
 from qsa_cute.errors import ArtifactError
 from qsa_cute.variants import SMS, variants
 
@@ -79,10 +80,16 @@ def check_lock(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     return problems
 
 
+def _evidence(root: Path, sm: str) -> mf.Record | None:
+    """The record of the GPU runs; None where there is none. Raises ArtifactError: it is unreadable."""
+    return mf.read_json(root / EVIDENCE / f"{sm}.json", _EVIDENCE_FIELDS, _EVIDENCE_MEND)
+
+
 def check_evidence(root: Path, sm: str, manifest: mf.Record) -> list[str]:
-    """The GPU test run: every registered variant was run as it is built now, and nothing failed."""
+    """The GPU test run: every registered variant was run as it is built now, and nothing failed, or what failed is
+    explained where the record is composed of several runs."""
     path = root / EVIDENCE / f"{sm}.json"
-    evidence = mf.read_json(path, _EVIDENCE_FIELDS, _EVIDENCE_MEND)
+    evidence = _evidence(root, sm)
     if evidence is None:
         return [f"{path} is missing; run the GPU tests: make gpu-test"]
     if evidence["sm"] != sm:
@@ -91,6 +98,13 @@ def check_evidence(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     problems = []
     if failed != 0 or type(passed) is not int or passed < 1:
         problems.append(f"{path} records {failed} failed and {passed} passed GPU tests")
+    in_runs = _failures(evidence)
+    if in_runs is None:
+        problems.append(f"{path} has runs without a count of failures; {_EVIDENCE_MEND}")
+    elif in_runs and not _composed(evidence):
+        problems.append(
+            f'{path} has {count(in_runs, "failure")} in its runs and no "composed" that explains them; make gpu-test'
+        )
     for variant in variants([sm]):
         built = manifest["variants"].get(variant.name, {}).get("sha256")
         if built is None:
@@ -99,6 +113,41 @@ def check_evidence(root: Path, sm: str, manifest: mf.Record) -> list[str]:
         elif evidence["variants"].get(variant.name) != built:
             problems.append(f"{variant.name} is not the cubin that {path} tested; run the GPU tests: make gpu-test")
     return problems
+
+
+def _composed(evidence: mf.Record) -> str:
+    """What a record that is composed of several runs says of them."""
+    said = evidence.get("composed")
+    return said.strip() if isinstance(said, str) else ""
+
+
+def _failures(evidence: mf.Record) -> int | None:
+    """Failed tests of the runs that a record is composed of; None where they do not say."""
+    runs, total = evidence.get("runs", []), 0
+    for run in runs if isinstance(runs, list) else [None]:
+        failed = run.get("failed") if isinstance(run, dict) else None
+        if type(failed) is not int or failed < 0:
+            return None
+        total += failed
+    return total
+
+
+def evidence_notes(root: Path, sms: tuple[str, ...]) -> list[str]:
+    """A line for each record that is not of one run: of how many, with how many failures, and what it says of them."""
+    notes = []
+    for sm in sms:
+        try:
+            evidence = _evidence(root, sm)
+        except (ArtifactError, OSError):  # a problem, and said as one
+            continue
+        if evidence is not None and ("runs" in evidence or "composed" in evidence):
+            runs = evidence.get("runs")
+            number = count(len(runs), "run") if isinstance(runs, list) else "several runs"
+            failed = _failures(evidence)
+            failures = "unknown failures" if failed is None else count(failed, "failure")
+            said = _composed(evidence) or "it does not say why"
+            notes.append(f"evidence of {sm} is composed of {number}; {failures}: {said}")
+    return notes
 
 
 def verify(root: Path, sms: tuple[str, ...], lock: bool, evidence: bool) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 from qsa_cute import variants as registry
-from qsa_cute.aot import build, cli, manifest, sources
+from qsa_cute.aot import build, manifest, sources
 from qsa_cute.aot.compile import Job
 from qsa_cute.aot.store import Store
 from qsa_cute.variants import Kernel, Tuning, Variant
@@ -40,7 +40,7 @@ pathlib.Path(__file__).with_name("poisoned").touch()
 def use_registry(patch: pytest.MonkeyPatch, *kernels: Kernel) -> None:
     """Put `kernels` in the place of the registry's, wherever it is read."""
     table = MappingProxyType({kernel.name: kernel for kernel in kernels})
-    for module in (registry, build, cli, manifest, sources):
+    for module in (registry, build, manifest, sources):
         patch.setattr(module, "KERNELS", table)
 
 

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from conftest import SM, FakeCompiler
 
+from qsa_cute.aot import verify as aot_verify
 from qsa_cute.aot.cli import main
-from qsa_cute.variants import SMS, Variant
+from qsa_cute.variants import FP8_SMS, SMS, Variant
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +76,24 @@ class TestBuild:
         (["--gpu-arch", SM, "--head-dim", "64"], 2, "256, 128"),
         (["--gpu-arch", SM, "--dtype", "fp64"], 2, "bf16, fp16"),
         (["--gpu-arch", "sm_80", "--kernels", "sparse_decode_cluster"], 2, "sparse_decode_cluster for sm_90a"),
+        (
+            ["--gpu-arch", "sm_80", "--dtype", "fp8_e4m3", "--kernels", "paged_attention*"],
+            2,
+            "--gpu-arch sm_80 leaves nothing of --kernels 'paged_attention*' --dtype fp8_e4m3; there are: "
+            f"paged_attention for {', '.join(FP8_SMS)}; paged_attention_cluster for sm_90a",
+        ),
+        (
+            ["--gpu-arch", SM, "--dtype", "fp8_e4m3", "--kernels", "sparse_*"],
+            2,
+            "--dtype fp8_e4m3 leaves nothing of --kernels 'sparse_*'; there are: "
+            "sparse_prefill, sparse_decode, sparse_decode_cluster for bf16, fp16",
+        ),
+        (["--gpu-arch", SM, "--kernels", "index_*", "--head-dim", "256"], 2, "--head-dim 256 leaves nothing of"),
+        (["--gpu-arch", "sm_90"], 2, "unknown SM 'sm_90'; did you mean sm_90a? there are: sm_80"),
+        (["--gpu-arch", "90a"], 2, "did you mean sm_90a?"),
+        (["--gpu-arch", "90"], 2, "did you mean sm_90a?"),
+        (["--gpu-arch", "12.0"], 2, "did you mean sm_120a?"),
+        (["--gpu-arch", SM, "--kernels", "sparse_prefill", "--max-splits", "4"], 2, "--max-splits is of sparse_decode"),
         ([], 2, "--gpu-arch SM or 'all'"),
         (["--gpu-arch", SM, "--jobs", "0"], 2, "--jobs"),
         (["--gpu-arch", SM, "--max-splits", "0"], 2, "--max-splits"),
@@ -85,6 +104,14 @@ def test_what_does_not_exist_is_answered_with_what_does(args: list[str], code: i
     assert result.exit_code == code
     assert said in result.stderr
     assert result.stdout == ""
+    assert len(result.stderr) < 900  # only of the kernels that were asked for
+
+
+@pytest.mark.parametrize("command", ["verify", "lock", "wheel", "clean", "list"])
+def test_every_command_knows_the_names_of_an_sm(command: str, tmp_path: Path) -> None:
+    result = invoke(command, "--gpu-arch", "sm_90", "--output", tmp_path)
+    assert result.exit_code == 2
+    assert "did you mean sm_90a?" in result.stderr
 
 
 def test_max_splits_changes_the_variant() -> None:
@@ -124,6 +151,21 @@ def test_lock_then_verify(built: Path, toys: list[Variant]) -> None:
     result = invoke("verify", "--output", built)
     assert (result.exit_code, result.stdout) == (0, f"{SM}\tok\n")
     assert invoke("verify", "--output", built, "--evidence").exit_code == 1
+
+
+def test_verify_counts_problems_and_says_what_evidence_is_composed(built: Path, toys: list[Variant]) -> None:
+    invoke("lock", "--output", built)
+    (built / "evidence").mkdir()
+    hashes = {name: entry["sha256"] for name, entry in aot_verify.load(built, SM)["variants"].items()}
+    record = {"schema": 1, "sm": SM, "variants": hashes, "tests": {"passed": 10, "failed": 0}, "composed": "why"}
+    record["runs"] = [{"failed": 0}, {"failed": 2}]
+    (built / "evidence" / f"{SM}.json").write_text(json.dumps(record))
+    result = invoke("verify", "--output", built, "--evidence")
+    assert (result.exit_code, result.stdout) == (0, f"{SM}\tok\n")
+    assert result.stderr == f"evidence of {SM} is composed of 2 runs; 2 failures: why\n"
+    assert invoke("verify", "--output", built).stderr == ""
+    (built / SM / f"{toys[0].name}.cubin").unlink()
+    assert invoke("verify", "--output", built).stdout == f"{SM}\t1 problem\n"
 
 
 def test_verify_json_and_nothing_built(built: Path, tmp_path: Path) -> None:

@@ -176,3 +176,35 @@ def test_evidence_of_nothing(proven: Path) -> None:
 
 def test_no_evidence(locked: Path) -> None:
     assert "make gpu-test" in problems(locked, evidence=True)
+
+
+@pytest.mark.parametrize(
+    ("runs", "composed", "problem", "note"),
+    [
+        ([{"failed": 0}, {"failed": 0}], "", "", "2 runs; 0 failures: it does not say why"),
+        ([{"failed": 0}, {"failed": 1}], "one of a variant that is gone", "", "2 runs; 1 failure: one of a variant"),
+        ([{"failed": 1}, {"failed": 2}], "", "3 failures in its runs", "2 runs; 3 failures: it does not say why"),
+        ([{"failed": 1}], " ", "1 failure in its runs", "1 run; 1 failure"),
+        ([{"passed": 1}], "x", "runs without a count of failures", "unknown failures: x"),
+        ({}, "x", "runs without a count", "several runs; unknown failures: x"),
+    ],
+)
+def test_evidence_that_is_composed(proven: Path, runs: object, composed: str, problem: str, note: str) -> None:
+    """Never passed over in silence, and failures only with a reason."""
+    edit(proven / "evidence" / f"{SM}.json", lambda e: e.update(runs=runs, composed=composed))
+    assert problem in problems(proven, evidence=True)
+    assert bool(problem) == bool(problems(proven, evidence=True))
+    (said,) = verify.evidence_notes(proven, (SM,))
+    assert said.startswith(f"evidence of {SM} is composed of ")
+    assert note in said
+
+
+def test_evidence_of_one_run_needs_no_note(proven: Path) -> None:
+    assert verify.evidence_notes(proven, (SM, "sm_80")) == []
+
+
+def test_the_committed_evidence_says_how_it_came_about() -> None:
+    root = Path(__file__).parents[2] / "artifacts"
+    for path in (root / "evidence").glob("*.json"):
+        record = json.loads(path.read_text())
+        assert bool(verify.evidence_notes(root, (path.stem,))) == ("runs" in record or "composed" in record)
