@@ -42,6 +42,8 @@ gpu-test:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu --evidence $(EVIDENCE)
 
 gpu-sanitize:
+	@command -v compute-sanitizer >/dev/null || { \
+	  echo "compute-sanitizer is not on the path; it comes with the CUDA toolkit: PATH=/usr/local/cuda/bin:\$$PATH make gpu-sanitize" >&2; exit 1; }
 	for tool in memcheck racecheck synccheck initcheck; do for script in sanitize sanitize_indexer sanitize_metrale sanitize_kpool sanitize_paged; do \
 	  PYTHONPATH=. compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(GPU_PYTHON) tests/gpu/$$script.py || exit 1; \
 	done; done
@@ -58,7 +60,7 @@ bench:
 wheel: build
 	$(BIN)/python build_cutedsl.py wheel $(ARCH)
 
-# What this machine has and what each GPU can use; check: a self-test of seconds on each.
+# What this machine has and what each GPU can use; `python -m qsa_cute doctor --check` tries it.
 doctor:
 	PYTHONPATH=. $(GPU_PYTHON) -m qsa_cute doctor
 

@@ -1,7 +1,5 @@
 """Draws bench/results: decode against batch, prefill against context and likeness, whole prefills, the parts of a
-layer's step, what a launch costs the host, and the roofline.
-
-python -m bench.plot [--results bench/results/h200.jsonl] [--output docs/plots]
+layer's step, what a launch costs the host, and the roofline: `python -m bench.plot --help`.
 """
 
 from __future__ import annotations
@@ -269,11 +267,33 @@ def draw(rows: Iterable[Row], output: Path) -> list[Path]:
     return written
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--results", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=RESULTS)
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=PLOTS)
+EPILOG = f"""\b
+Example:
+  python -m bench.plot --results bench/results/h200.jsonl --output /tmp/plots
+
+Figures: {", ".join(FIGURES)}; those that the results suffice for. Providers: {", ".join(STYLES)}.
+
+Exit codes: 0 drawn; 1 a line is no result, or matplotlib is missing; 2 usage.
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@click.option(
+    "--results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=RESULTS,
+    show_default=True,
+    help="JSON lines that `bench.run --append` wrote.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=PLOTS,
+    show_default=True,
+    help="Folder of the PNG files; those of the same names are replaced.",
+)
 def main(results: Path, output: Path) -> None:
-    """Draw the last measurement of every case."""
+    """Draw the last measurement of every case. The files' names go to stdout."""
     try:
         written = draw(read(results), output)
     except QsaError as error:

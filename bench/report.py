@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import click
 
@@ -118,7 +119,7 @@ def notes(outcome: Outcome) -> None:
         click.echo(f"{outcome.case.id}: FAILED {failure}", err=True)
 
 
-def cases(known: Sequence[Case]) -> None:
-    """The list of cases on stdout."""
+def cases(known: Sequence[Case], as_json: bool = False) -> None:
+    """The list of cases on stdout, with their targets; as JSON every field of `Case`."""
     for case in known:
-        click.echo(f"{case.id:<38} {case.target or ''}".rstrip())
+        click.echo(json.dumps(asdict(case)) if as_json else f"{case.id:<38} {case.target or ''}".rstrip())

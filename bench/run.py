@@ -1,11 +1,5 @@
 """Times ours and the peers on the cases, in turn in one process; a result that is wrong is an error, not a number.
-
-    python -m bench.run --list
-    python -m bench.run --case 'prefill/*' --case decode/ctx65536/b1 --append bench/results/h200.jsonl
-    python -m bench.run --all --providers ours,vllm --quick
-
-Data on stdout (a table, or with --json the lines that --append writes), the rest on stderr. Exit codes: 0 all that ran
-was right; 1 a result was wrong or one of ours failed; 2 usage; 3 no GPU, or no artifacts for it.
+`python -m bench.run --help` has examples, providers and exit codes.
 """
 
 from __future__ import annotations
@@ -33,6 +27,18 @@ if TYPE_CHECKING:
 SECONDS, QUICK_SECONDS = 0.6, 0.1  # of rounds a case
 NO_DEVICE = 3
 
+EPILOG = f"""\b
+Examples:
+  python -m bench.run --list --case 'decode/*'
+  python -m bench.run --case 'prefill/*' --case decode/ctx65536/b1 --append bench/results/h200.jsonl
+  python -m bench.run --all --providers ours,vllm --quick
+
+Providers: {", ".join(PROVIDER_NAMES)}. Not every one computes every case.
+
+Exit codes: 0 all that ran was right; 1 a result was wrong or one of ours failed; 2 usage; {NO_DEVICE} no GPU, or no
+artifacts for it.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Session:
@@ -48,14 +54,16 @@ class Session:
         return Row(self.run_id, self.date, self.device, self.source_digest, case.id, provider, us, iqr, *rates)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
 @click.option("--case", "patterns", multiple=True, metavar="GLOB", help="Cases to run; may be given again.")
 @click.option("--all", "everything", is_flag=True, help="Run every case of the registry.")
-@click.option("--providers", metavar="NAMES", help="Only these, separated by commas.")
+@click.option("--providers", metavar="NAMES", help="Only these, separated by commas; default all.")
 @click.option("--list", "listing", is_flag=True, help="List the cases and their targets; needs no GPU.")
 @click.option("--append", "path", type=click.Path(dir_okay=False, path_type=Path), help="Add JSON lines to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON lines in place of the table.")
-@click.option("--quick", is_flag=True, help="Fewer rounds.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON lines, one a measurement or, with --list, one a case."
+)
+@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS} s of rounds a case in place of {SECONDS}.")
 def main(
     patterns: tuple[str, ...],
     everything: bool,
@@ -65,13 +73,13 @@ def main(
     as_json: bool,
     quick: bool,
 ) -> None:
-    """Time ours and the peers on the cases of the registry."""
+    """Time ours and the peers on the cases of the registry. Data goes to stdout, the rest to stderr."""
     try:
         cases = select(patterns) if patterns else registry()
     except ArgumentError as error:
         raise click.UsageError(str(error)) from None
     if listing:
-        report.cases(cases)
+        report.cases(cases, as_json)
         return
     if not patterns and not everything:
         raise click.UsageError("nothing to run: give --case GLOB or --all; --list shows the cases")
@@ -101,8 +109,11 @@ def _session() -> Session:
         import torch
     except ImportError:
         _no_device("it needs torch, which does not import")
-    if not torch.cuda.is_available():
-        _no_device("it needs a CUDA device, and torch sees none; --list shows the cases without one")
+    from bench.device import missing
+
+    reason = missing()
+    if reason:
+        _no_device(f"it needs a CUDA device, and {reason}; --list shows the cases without one")
     from bench.timing import warm_up
     from qsa_cute.runtime import default_loader
     from qsa_cute.runtime import sm as sm_rules

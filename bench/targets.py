@@ -1,6 +1,5 @@
 """Every target of the registry against the latest results: met, by how much not, or not measured yet.
-
-python -m bench.targets [--results bench/results/h200.jsonl] [--output docs/targets.md]
+`python -m bench.targets --help`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import click
 from bench.cases import OURS, Case, registry
 from bench.plot import RESULTS, ROOT
 from bench.results import Row, latest, read
+from qsa_cute.errors import QsaError
 
 PAGE = ROOT / "docs/targets.md"
 HEAD = """# Targets
@@ -48,12 +48,37 @@ def page(results: Mapping[str, Mapping[str, Row]]) -> str:
     return HEAD + "\n".join(lines) + f"\n\n{len(lines)} targets: {counts}.\n"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--results", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=RESULTS)
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=PAGE)
+EPILOG = """\b
+Example:
+  python -m bench.targets --results bench/results/h200.jsonl --output /tmp/targets.md
+
+Providers: the page has ours and vllm; a target may be over another, as its text says.
+
+Exit codes: 0 written, whether the targets are met or not; 1 a line is no result; 2 usage.
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@click.option(
+    "--results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=RESULTS,
+    show_default=True,
+    help="JSON lines that `bench.run --append` wrote.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=PAGE,
+    show_default=True,
+    help="The page to write.",
+)
 def main(results: Path, output: Path) -> None:
-    """Write the table of targets."""
-    output.write_text(page(latest(read(results))))
+    """Write the table of targets. The page's name goes to stdout."""
+    try:
+        output.write_text(page(latest(read(results))))
+    except (QsaError, OSError) as error:
+        raise click.ClickException(str(error)) from None
     click.echo(output)
 
 

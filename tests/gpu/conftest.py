@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.device import missing
 from qsa_cute.runtime import Store
 from qsa_cute.runtime import sm as sm_rules
 from qsa_cute.runtime.driver import default_driver
@@ -76,8 +77,9 @@ class Evidence:
 @pytest.fixture(scope="session", autouse=True)
 def device() -> torch.device:
     """The GPU; current while the tests run."""
-    if not torch.cuda.is_available():
-        pytest.exit("tests/gpu needs a CUDA device, and torch sees none", returncode=1)
+    reason = missing()
+    if reason:
+        pytest.exit(f"tests/gpu needs a CUDA device, and {reason}", returncode=1)
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is FP32
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -13,6 +13,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each
 
 import torch
 
+from bench.device import require
+
 sys.path.insert(0, str(Path(__file__).parent))
 import test_union as union
 from attention_cases import DTYPES, Decode, Output, Prefill, decode, prefill
@@ -52,4 +54,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    require("sanitize.py")
     main()

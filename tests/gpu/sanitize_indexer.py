@@ -10,6 +10,8 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # so that the tool
 
 import torch
 
+from bench.device import require
+
 sys.path.insert(0, str(Path(__file__).parent))
 import test_indexer as launches
 import test_indexer_layer as runners
@@ -44,4 +46,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    require("sanitize_indexer.py")
     main()

@@ -14,6 +14,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each
 
 import torch
 
+from bench.device import require
+
 sys.path.insert(0, str(Path(__file__).parent))
 import test_union_paged as union
 from paged_cases import CACHE_DTYPES, Paged, paged
@@ -53,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    require("sanitize_paged.py")
     main()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import plot, report, targets
-from bench.cases import FAMILIES, Target, entries, parse, registry, select
+from bench import device, plot, report, targets
+from bench.cases import FAMILIES, PROVIDER_NAMES, Target, entries, parse, registry, select
 from bench.results import Row, append, latest, read
 from bench.run import NO_DEVICE, main
 from qsa_cute.errors import ArgumentError
@@ -166,6 +170,40 @@ def test_list_needs_no_gpu() -> None:
     assert "decode/ctx65536/b32                    <= 37 us" in result.stdout
 
 
+def test_list_as_json() -> None:
+    result = CliRunner().invoke(main, ["--list", "--json", "--case", "decode/*", "--case", "host/launch"])
+    found = {case["id"]: case for case in map(json.loads, result.stdout.splitlines())}
+    assert list(found) == [case.id for case in select(["decode/*", "host/launch"])]
+    assert found["decode/ctx65536/b32"]["target"]["us"] == 37
+    assert found["decode/ctx65536/b32"]["batch"] == 32
+
+
+@pytest.mark.parametrize("command", [main, plot.main, targets.main])
+def test_help_has_an_example_the_providers_and_the_exit_codes(command: click.Command) -> None:
+    said = CliRunner().invoke(command, ["--help"], terminal_width=120).stdout
+    words = " ".join(said.split())
+    for part in (f"python -m {command.callback.__module__} --", "Providers: ", "ours", "vllm", "Exit codes: 0 "):
+        assert part in words
+    assert all(option.help for option in command.params)
+    defaults = [str(option.default) for option in command.params if isinstance(option.default, Path)]
+    assert all(default in said.replace("\n", "").replace(" ", "") for default in defaults)
+
+
+def test_every_provider_is_in_the_help() -> None:
+    words = CliRunner().invoke(main, ["--help"]).stdout.replace(",", " ").replace(".", " ").split()
+    assert set(PROVIDER_NAMES) <= set(words)
+
+
+@pytest.mark.parametrize("command", [plot.main, targets.main])
+def test_results_that_are_none_are_one_line(tmp_path: Path, command: click.Command) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    arguments = ["--results", str(tmp_path / "bad.jsonl"), "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert "bad.jsonl:1: " in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["--case", "nothing/at/all"], ["--providers", "nobody", "--all"]])
 def test_usage_errors(arguments: list[str]) -> None:
     assert CliRunner().invoke(main, arguments).exit_code == 2
@@ -176,6 +214,57 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, ["--all"])
     assert result.exit_code == NO_DEVICE
     assert "needs a CUDA device" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("cuda", "visible", "says"),
+    [
+        (None, None, "this torch is 9.9.0+cpu, built without CUDA; make -B build TORCH=... installs another, or GPU_P"),
+        ("13.0", "", "torch 9.9.0+cpu sees none; CUDA_VISIBLE_DEVICES is ''"),
+        ("13.0", None, "torch 9.9.0+cpu sees none; CUDA_VISIBLE_DEVICES is not set"),
+    ],
+)
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda, visible, says) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "__version__", "9.9.0+cpu")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert says in CliRunner().invoke(main, ["--all"]).stderr
+    with pytest.raises(SystemExit, match=r"^it needs a CUDA device, and .*torch"):
+        device.require("it")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.missing() is None
+    device.require("it")
+
+
+def no_gpu(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run at the root where no device is to be seen."""
+    shown = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""} | more
+    return subprocess.run(command, cwd=plot.ROOT, env=shown, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in plot.ROOT.glob("tests/gpu/sanitize*.py")))
+def test_the_sanitizers_scripts_say_it_in_a_line(script: str) -> None:
+    done = no_gpu([sys.executable, f"tests/gpu/{script}"])
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{script} needs a CUDA device, and ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_gpu_tests_say_it_and_fail() -> None:
+    done = no_gpu([sys.executable, "-m", "pytest", "tests/gpu/test_doctor.py", "-q"])
+    assert done.returncode == 1
+    assert "tests/gpu needs a CUDA device, and " in done.stdout + done.stderr
+
+
+def test_make_says_that_there_is_no_sanitizer(tmp_path: Path) -> None:
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    done = no_gpu([shutil.which("make") or "make", "gpu-sanitize", "GPU_PYTHON=python3"], PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("compute-sanitizer is not on the path; it comes with the CUDA toolkit: PATH=/")
+    assert ":$PATH make gpu-sanitize\n" in done.stderr
 
 
 def test_the_lines_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
