@@ -46,6 +46,13 @@ def altered(manifest: Mapping[str, Any]) -> str:
     return "" if said in (None, checksum(manifest)) else "was altered: its contents do not have the checksum it says"
 
 
+def output_option(root: str | os.PathLike[str] | None) -> str:
+    """What a command needs to work on the artifact folder `root`; "" where it does so by itself."""
+    if root is None or Path(root).resolve() == (CHECKOUT / "artifacts").resolve():
+        return ""
+    return f" --output {shlex.quote(str(root))}"
+
+
 def build_command(sm: str, root: str | os.PathLike[str] | None = None, force: bool = False) -> str:
     """The command that makes the set of `sm`, as every message quotes it.
 
@@ -53,10 +60,7 @@ def build_command(sm: str, root: str | os.PathLike[str] | None = None, force: bo
         root: the artifact folder; None and the checkout's own are where a build writes by itself.
         force: needed only where a build would take the set for sound.
     """
-    command = f"python build_cutedsl.py build --gpu-arch {sm}"
-    if root is not None and Path(root).resolve() != (CHECKOUT / "artifacts").resolve():
-        command += f" --output {shlex.quote(str(root))}"
-    command += " --force" if force else ""
+    command = f"python build_cutedsl.py build --gpu-arch {sm}{output_option(root)}{' --force' if force else ''}"
     if (CHECKOUT / "build_cutedsl.py").exists():
         return command
     return f"{command}, in a checkout of qsa-cute; artifacts that came in a wheel: install that wheel again"

@@ -82,11 +82,14 @@ def _known_sms(sms: tuple[str, ...]) -> tuple[str, ...]:
     """The targets asked for, () for all. An SM's other names are answered with the target."""
     for sm in sms:
         if sm not in (*SMS, "all"):
-            digits = "".join(filter(str.isdecimal, sm))
-            near = [target for target in SMS if target.strip("sm_a") == digits]
+            near = [target for target in SMS if _digits(target) == _digits(sm)]
             hint = f"did you mean {near[0]}? " if near else ""
             raise click.UsageError(f"unknown SM {sm!r}; {hint}there are: {', '.join(SMS)}")
     return () if "all" in sms else sms
+
+
+def _digits(sm: str) -> str:
+    return "".join(filter(str.isdecimal, sm))
 
 
 def _why_none(kernels: str, **filters: tuple[Any, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qsa_cute.abi import MANIFEST, SCHEMA, build_command
+from qsa_cute.abi import MANIFEST, SCHEMA, build_command, output_option
 from qsa_cute.aot import manifest as mf
 from qsa_cute.aot.output import count
 from qsa_cute.errors import ArtifactError
@@ -13,7 +13,6 @@ from qsa_cute.variants import SMS, variants
 LOCK = "lock.json"
 EVIDENCE = "evidence"
 _LOCK_FIELDS = {"dsl_version": str, "ptxas_version": str, "variants": dict}
-_LOCK_MEND = "take it from version control, or: python build_cutedsl.py lock"
 _EVIDENCE_FIELDS = {"sm": str, "variants": dict, "tests": dict}
 _EVIDENCE_MEND = "take it from version control, or: make gpu-test"
 
@@ -60,11 +59,21 @@ def _wrong_file(path: Path, entry: mf.Entry) -> str:
         return f"cannot be read ({error.strerror})"
 
 
+def _lock_command(root: Path) -> str:
+    return f"python build_cutedsl.py lock{output_option(root)}"
+
+
+def _lock(root: Path) -> mf.Record | None:
+    """lock.json, None where there is none. Raises ArtifactError: it is unreadable."""
+    mend = f"take it from version control, or delete it and: {_lock_command(root)}"
+    return mf.read_json(root / LOCK, _LOCK_FIELDS, mend)
+
+
 def check_lock(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     """The set's hashes against lock.json, as far as the registry has the variants."""
-    lock = mf.read_json(root / LOCK, _LOCK_FIELDS, _LOCK_MEND)
+    lock = _lock(root)
     if lock is None:
-        return [f"{root / LOCK} is missing; after a deliberate change: python build_cutedsl.py lock"]
+        return [f"{root / LOCK} is missing; after a deliberate change: {_lock_command(root)}"]
     for tool in ("dsl_version", "ptxas_version"):
         if lock[tool] != manifest[tool]:
             return [
@@ -76,7 +85,7 @@ def check_lock(root: Path, sm: str, manifest: mf.Record) -> list[str]:
     for name, entry in manifest["variants"].items():
         if name in ours and lock["variants"].get(name) != entry["sha256"]:
             how = "differs from" if name in lock["variants"] else "is not in"
-            problems.append(f"{name} {how} {LOCK}; after a deliberate change: python build_cutedsl.py lock")
+            problems.append(f"{name} {how} {LOCK}; after a deliberate change: {_lock_command(root)}")
     return problems
 
 
@@ -172,7 +181,7 @@ def write_lock(root: Path, sms: tuple[str, ...]) -> list[str]:
     Raises:
         ArtifactError: a set is incomplete or damaged, or was built with other tools than the hashes that stay.
     """
-    former = mf.read_json(root / LOCK, _LOCK_FIELDS, _LOCK_MEND)
+    former = _lock(root)
     hashes = {} if former is None else former["variants"]
     tools = {}
     locked = {variant.name: hashes[variant.name] for variant in variants() if variant.name in hashes}

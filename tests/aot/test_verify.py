@@ -125,7 +125,9 @@ def test_a_variant_that_is_not_locked(locked: Path, toys: list[Variant]) -> None
 
 
 def test_no_lock(built: Path) -> None:
-    assert "lock.json is missing" in problems(built, lock=True)
+    found = problems(built, lock=True)
+    assert "lock.json is missing" in found
+    assert found.endswith(f"python build_cutedsl.py lock --output {built}")
 
 
 def test_other_tools_than_the_locks(locked: Path) -> None:

@@ -13,11 +13,11 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each
 
 import torch
 
-from bench.device import require
-
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this folder is there already
 import test_union as union
 from attention_cases import DTYPES, Decode, Output, Prefill, decode, prefill
+
+from bench.device import require
 
 LENGTHS = (0, 5, 300)
 SPLITS = {"cluster": (1, 3, 16), "split_kv": (1, 3, 8)}

@@ -10,12 +10,12 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # so that the tool
 
 import torch
 
-from bench.device import require
-
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this folder is there already
 import test_indexer as launches
 import test_indexer_layer as runners
 import test_paged_select as paged
+
+from bench.device import require
 
 
 def main() -> None:

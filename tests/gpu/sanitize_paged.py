@@ -14,12 +14,12 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that the tools see each
 
 import torch
 
-from bench.device import require
-
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this folder is there already
 import test_union_paged as union
 from paged_cases import CACHE_DTYPES, Paged, paged
 from test_paged_attention import call, check, run
+
+from bench.device import require
 
 PATHS = (("cluster", 1), ("cluster", 3), ("cluster", 16), ("rows", 1), ("rows", 3), ("rows", 32))
 

@@ -241,7 +241,7 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda, visible, say
 
 def no_gpu(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
     """Run at the root where no device is to be seen."""
-    shown = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""} | more
+    shown = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""} | more
     return subprocess.run(command, cwd=plot.ROOT, env=shown, capture_output=True, text=True)
 
 
