@@ -374,11 +374,11 @@ def _no_root(source: str, given: Path) -> str:
     if _is_set(given):
         return f"{source} is one SM's set: {given}; name its parent, {given.resolve().parent}"
     if given.exists():
-        return f"{source} is a file: {given}; name an artifact folder{_or_correct(source)}"
+        return f"{source} is a file: {given}; name a folder of artifacts{_or_correct(source)}"
     mend = build_command("sm_90a", given)
     return f"{source} is not a folder: {given}; build one: {mend}{_or_correct(source)}"
 
 
 def _or_correct(source: str) -> str:
-    """The other remedy of a place that the environment names."""
-    return f"; or unset or correct {ENVIRONMENT}" if source == f"${ENVIRONMENT}" else ""
+    """The other remedy where the environment names the place."""
+    return f", or unset or correct {ENVIRONMENT}" if source == f"${ENVIRONMENT}" else ""

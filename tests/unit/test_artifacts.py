@@ -60,7 +60,7 @@ class TestFind:
         monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path / "absent"))
         with pytest.raises(ArtifactError, match=r"\$QSA_CUTE_ARTIFACTS is not a folder") as caught:
             artifacts.find_root()
-        assert str(caught.value).endswith(f"{MEND} {tmp_path}/absent; or unset or correct QSA_CUTE_ARTIFACTS")
+        assert str(caught.value).endswith(f"{MEND} {tmp_path}/absent, or unset or correct QSA_CUTE_ARTIFACTS")
 
     def test_one_sms_own_set_is_not_a_place_of_sets(self, tmp_path, monkeypatch):
         """The usual slip."""
@@ -81,7 +81,7 @@ class TestFind:
         monkeypatch.setenv(artifacts.ENVIRONMENT, str(tmp_path))
         store = Store()
         assert store.problem().startswith(f"$QSA_CUTE_ARTIFACTS holds no artifacts: {tmp_path}; build them: {MEND}")
-        with pytest.raises(ArtifactError, match=r"--gpu-arch sm_80 .*; or unset or correct QSA_CUTE_ARTIFACTS"):
+        with pytest.raises(ArtifactError, match=r"--gpu-arch sm_80 .*, or unset or correct QSA_CUTE_ARTIFACTS"):
             next(store.candidates(DECODE, (8, 0)))
         write_set(tmp_path)
         assert store.problem() is None
