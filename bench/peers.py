@@ -10,7 +10,6 @@ import importlib
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from bench import inputs as made
 from bench.cases import Case
+from bench.fetch_peers import PEERS
 from bench.ours import best_values, poisoned
 from bench.work import UnavailableError, Work
 from qsa_cute.geometry import (
@@ -29,8 +29,6 @@ from qsa_cute.geometry import (
     TOP_BLOCKS,
 )
 
-PEERS = Path(__file__).resolve().parents[1] / ".peers"
-
 VLLM_PAGE = 1600  # tokens of a page of the hybrid model, whose linear-attention state fixes it
 VLLM_KEY_PAGE = VLLM_PAGE // BLOCK_TOKENS
 GATE = 50.0  # of vLLM's fused output gate: its sigmoid is 1 in bf16
@@ -41,7 +39,7 @@ SGLANG_CONFIGS = ((16, 1, 2), (32, 1, 2), (32, 2, 2), (64, 4, 2))
 @functools.cache
 def _peers() -> Any:
     if not (PEERS / "peers.py").exists():
-        raise UnavailableError(f"{PEERS} has no peers.py; fetch the peers' kernels first")
+        raise UnavailableError(f"{PEERS} has no peers.py; run: python -m bench.fetch_peers")
     if str(PEERS) not in sys.path:
         sys.path.insert(0, str(PEERS))
     return importlib.import_module("peers")

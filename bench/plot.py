@@ -21,7 +21,7 @@ RESULTS, PLOTS = ROOT / "bench/results/h200.jsonl", ROOT / "docs/plots"
 STYLES = {
     "ours": ("#0072B2", "o", "-", "qsa-cute"),
     "ours_lists": ("#E69F00", "P", "-.", "qsa-cute, from token lists"),
-    "ours_rows": ("#56B4E9", "v", "--", "qsa-cute, one row a block"),
+    "ours_rows": ("#56B4E9", "v", "--", "qsa-cute, row by row"),
     "vllm": ("#D55E00", "s", "-", "vLLM (Triton)"),
     "sglang": ("#CC79A7", "D", "--", "SGLang (Triton)"),
     "fa4": ("#009E73", "^", "-.", "FlashAttention-4, dense"),
@@ -127,7 +127,13 @@ def prefill(plt: Any, results: Results) -> Any:
     # Even steps: what matters of rho lies close to 1.
     places = sorted(_xs(by_rho))
     even: dict[str, Points] = {name: [(places.index(x), y) for x, y in points] for name, points in by_rho.items()}
-    _draw(right, even, "Prefill of 4096 rows, 32K context", "rho: likeness of neighbouring rows' block scores", "")
+    _draw(
+        right,
+        even,
+        "Prefill of 4096 rows, 32K context",
+        "rho: likeness of neighbouring rows' block scores (not to scale)",
+        "",
+    )
     right.set_xticks(range(len(places)), [f"{place:g}" for place in places])
     left.set_ylim(bottom=0)
     right.legend()

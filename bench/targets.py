@@ -18,13 +18,14 @@ PAGE = ROOT / "docs/targets.md"
 HEAD = """# Targets
 
 Every target of `bench/cases.py` and the latest run that measured it, on one NVIDIA H200; us a call, the peer in the
-same run. "Not measured": no row of `bench/results/h200.jsonl` yet; some were timed in trials that the lab books report.
-Why what is short is short: [performance.md](performance.md) and the lab books beside it. Written by
-`python -m bench.targets`.
+same run (vLLM's Triton kernel, or the faster of those that the target names). "Not measured": no row of
+`bench/results/h200.jsonl` yet; some were timed in trials that the lab books report. Why what is short is short:
+[performance.md](performance.md) and the lab books beside it. Written by `python -m bench.targets`.
 
-| case | qsa-cute | vLLM | | target | |
+| case | qsa-cute | peer | | target | |
 |---|---|---|---|---|---|
 """
+NAMES = {"fa4": "FlashAttention-4", "torch": "cuDNN", "bare": "cuLaunchKernel"}  # of peers other than vLLM
 
 
 def _us(row: Row | None) -> str:
@@ -33,11 +34,17 @@ def _us(row: Row | None) -> str:
 
 def line(case: Case, rows: Mapping[str, Row]) -> str:
     """One case of the table."""
-    ours, vllm = rows.get(OURS), rows.get("vllm")
+    ours = rows.get(OURS)
+    named = [name for name in case.target.peers if name in rows] if case.target else []
+    peer = min(named, key=lambda name: rows[name].us) if named else "vllm"
     met = case.target.met({name: row.us for name, row in rows.items()}) if case.target and ours else None
     verdict = "not measured" if met is None else "met" if met else "short"
-    ratio = f"{vllm.us / ours.us:.2f}x" if ours and vllm else ""
-    return f"| {case.id} | {_us(ours)} | {_us(vllm)} | {ratio} | {case.target} | {verdict} |"
+    ratio = f"{rows[peer].us / ours.us:.2f}x" if ours and peer in rows else ""
+    beside = " ".join(part for part in (_us(rows.get(peer)), NAMES.get(peer, "") if peer in rows else "") if part)
+    target = str(case.target)
+    for name, text in NAMES.items():
+        target = target.replace(name, text)
+    return f"| {case.id} | {_us(ours)} | {beside} | {ratio} | {target} | {verdict} |"
 
 
 def page(results: Mapping[str, Mapping[str, Row]]) -> str:

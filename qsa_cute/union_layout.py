@@ -1,5 +1,6 @@
 """Sizes that `union_prepare`, `union_prefill` and their launchers share; imports nothing of the DSL."""
 
+import bisect
 import functools
 
 from qsa_cute.geometry import BLOCK_TOKENS
@@ -10,6 +11,9 @@ PAIR_STEP = 4
 RECORDS = 256  # (row, partial block) records a tile has room for
 FIXED_BYTES = 1024  # of union_prepare's shared memory, before the parts that depend on the launch
 MAX_SMEM_BYTES = 227 * 1024
+HALF = PAIRS // 2  # pairs of a warpgroup
+# Blocks that only warpgroup 0's rows want: `union_prepare` counts them in the upper 16 bits of a signed word.
+MAX_ONLY_A = 2**15 - 1
 
 
 def most_pairs(group_size: int) -> int:
@@ -17,15 +21,34 @@ def most_pairs(group_size: int) -> int:
     return PAIRS if group_size > 1 else PAIRS // 2
 
 
+def fits(group_size: int, blocks_per_row: int, context: int, tile: int, pairs: int) -> bool:
+    """Whether `union_prepare` takes tiles of so many pairs: it has shared memory for their bitmaps, and its counts hold
+    what they may want. Where it does, it does for shorter contexts and for fewer pairs."""
+    chunks = max_chunks(group_size, blocks_per_row, context, tile, pairs)
+    only_a = min(tile_rows(group_size, min(pairs, HALF)) * blocks_per_row, -(-context // BLOCK_TOKENS))
+    return only_a <= MAX_ONLY_A and prepare_smem_bytes(group_size, context, chunks, tile, pairs) <= MAX_SMEM_BYTES
+
+
 @functools.lru_cache(maxsize=1024)
 def fitting_pairs(group_size: int, blocks_per_row: int, context: int, tile: int) -> int:
-    """Pairs of the largest tile whose bitmaps `union_prepare` has shared memory for; 0 where none fits."""
+    """Pairs of the largest tile that `union_prepare` takes; 0 where it takes none."""
+    sizes = range(most_pairs(group_size), 0, -PAIR_STEP)
+    return next((pairs for pairs in sizes if fits(group_size, blocks_per_row, context, tile, pairs)), 0)
 
-    def fits(pairs: int) -> bool:
-        chunks = max_chunks(group_size, blocks_per_row, context, tile, pairs)
-        return prepare_smem_bytes(group_size, context, chunks, tile, pairs) <= MAX_SMEM_BYTES
 
-    return next((pairs for pairs in range(most_pairs(group_size), 0, -PAIR_STEP) if fits(pairs)), 0)
+@functools.lru_cache(maxsize=1024)
+def largest_cuts(group_size: int, blocks_per_row: int, context: int, tile: int) -> tuple[tuple[int, int], ...]:
+    """(pairs, longest context) of the largest tiles that contexts up to this one have: shorter ones have larger."""
+    found: list[tuple[int, int]] = []
+    for pairs in range(most_pairs(group_size), 0, -PAIR_STEP):
+        if fits(group_size, blocks_per_row, context, tile, pairs):
+            return (*found, (pairs, context))
+        longest = bisect.bisect_left(
+            range(context), True, key=lambda tokens: not fits(group_size, blocks_per_row, tokens, tile, pairs)
+        )
+        if longest > 1:
+            found.append((pairs, longest - 1))
+    return tuple(found)
 
 
 def rounds(rows: int, batch: int, group_size: int, num_kv_heads: int, pairs: int, processors: int) -> int:
@@ -47,9 +70,14 @@ def tiles_per_sequence(rows: int, group_size: int, pairs: int) -> int:
     return -(-rows * group_size // pairs)
 
 
+def tile_rows(group_size: int, pairs: int) -> int:
+    """Most rows that so many consecutive pairs touch."""
+    return (pairs + group_size - 2) // group_size + 1
+
+
 def mask_rows(group_size: int, pairs: int = PAIRS) -> int:
-    """Most rows that so many consecutive pairs touch, rounded up so that a chunk's words are whole 16 bytes."""
-    return ((pairs + group_size - 2) // group_size + 4) // 4 * 4
+    """`tile_rows`, rounded up so that a chunk's words are whole 16 bytes."""
+    return (tile_rows(group_size, pairs) + 3) // 4 * 4
 
 
 def max_chunks(group_size: int, blocks_per_row: int, context: int, tile: int, pairs: int = PAIRS) -> int:

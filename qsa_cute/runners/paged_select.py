@@ -195,6 +195,8 @@ class PagedSelectDecode(_KeysLaunch):
         rows, top = requests * query_len, geometry.TOP_BLOCKS
         launches = self._settle_keys(rows)
         columns = checks.integer("num_columns", self.num_columns, 0, one_launch_columns())
+        if rows and not columns:  # there is no launch that would write the -1 of such rows
+            raise ArgumentError(f"num_columns is 0 with {rows} rows; one launch takes at least 1: `select_ids` takes 0")
         baked, unused = one_launch(columns, self.dtype)
         ranks = one_launch_ranks(requests, columns, self.dtype) if self.ranks is None else self.ranks
         checked: dict[str, Any] = dict(addresses(self, launches, out_ptr=4))
@@ -241,9 +243,10 @@ def one_launch_ranks(requests: int, columns: int, dtype: str) -> int:
 
 def one_launch_pays(query_len: int, requests: int, columns: int) -> bool:
     """Whether one launch covers a decode and takes less time than two."""
+    if query_len > ONE_LAUNCH_ROWS or not 0 < columns <= one_launch_columns():
+        return False
     least = next(requests for most, requests in ONE_LAUNCH_PAYS if columns <= most)
-    covered = query_len <= ONE_LAUNCH_ROWS and 0 < columns <= one_launch_columns()
-    return covered and least <= requests <= ONE_LAUNCH_REQUESTS
+    return least <= requests <= ONE_LAUNCH_REQUESTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,8 +132,8 @@ class SparsePrefillParams:
             )
         if needed and not union.fits(self):
             raise ArgumentError(
-                f"kv_seq_len is {self.kv_seq_len}; the union's bitmaps of so many tokens do not fit in shared memory; "
-                f"use padded lists and algorithm {ROWS!r}"
+                f"kv_seq_len is {self.kv_seq_len} and top_k {self.top_k}; the union's bitmaps of so many tokens, or "
+                f"the blocks of such lists, do not fit in shared memory; use padded lists and algorithm {ROWS!r}"
             )
         return needed or (self.algorithm is None and self.workspace > 0 and union.pays(self))
 

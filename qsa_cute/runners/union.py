@@ -7,6 +7,7 @@ a union cannot say. Kernels and tuning: `qsa_cute/kernels/attention/union_*.py`.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,10 +44,10 @@ def _sizes(p: Any) -> dict[str, int]:
     """How the rows of these parameters are cut in tiles, and a tile's union in chunks."""
     most = _most_pairs(p) or union_layout.LEAST_PAIRS
     pairs = union_layout.tile_pairs(p.seq_len, p.batch_size, p.group_size, p.num_kv_heads, splits.SM_COUNT, most)
-    return _cut(p, pairs)
+    return _cut(p, pairs, p.kv_seq_len)
 
 
-def _cut(p: Any, pairs: int) -> dict[str, int]:
+def _cut(p: Any, pairs: int, context: int) -> dict[str, int]:
     tile = _TILES[p.head_dim]
     per_sequence = union_layout.tiles_per_sequence(p.seq_len, p.group_size, pairs)
     return {
@@ -55,7 +56,7 @@ def _cut(p: Any, pairs: int) -> dict[str, int]:
         "tiles_per_sequence": per_sequence,
         "num_tiles": per_sequence * p.batch_size,
         "mask_rows": union_layout.mask_rows(p.group_size, pairs),
-        "max_chunks": union_layout.max_chunks(p.group_size, _blocks_per_row(p), p.kv_seq_len, tile, pairs),
+        "max_chunks": union_layout.max_chunks(p.group_size, _blocks_per_row(p), context, tile, pairs),
     }
 
 
@@ -84,12 +85,27 @@ def pays(p: Any) -> bool:
 
 
 def workspace(p: Any) -> Workspace:
-    """What the launches need between them; it may hold anything at entry. As much for fewer rows, or less."""
-    sizes, most = _sizes(p), _most_pairs(p) or union_layout.LEAST_PAIRS
-    rounds = union_layout.rounds(p.seq_len, p.batch_size, p.group_size, p.num_kv_heads, most, splits.SM_COUNT)
+    """What the launches need between them; it may hold anything at entry. As much for fewer rows, a shorter context, or
+    both, or less."""
+    sizes = _sizes(p)
     parts = _parts(p, sizes, sizes["num_tiles"])
-    largest = _parts(p, _cut(p, most), rounds * splits.SM_COUNT // p.num_kv_heads)  # so many take no more rounds
-    return Workspace(max(parts.size, largest.size), parts.alignment, parts.parts)
+    most = _most_bytes(*(getattr(p, name) for name in _SHAPE))
+    return Workspace(max(parts.size, most), parts.alignment, parts.parts)
+
+
+_SHAPE = ("seq_len", "batch_size", "group_size", "num_kv_heads", "head_dim", "index_kind", "top_k", "kv_seq_len")
+
+
+@functools.lru_cache(maxsize=1024)
+def _most_bytes(*shape: Any) -> int:
+    """Of the parts, whatever the number of rows and the context up to these."""
+    p = SimpleNamespace(**dict(zip(_SHAPE, shape, strict=True)))
+    most = 0
+    for pairs, context in union_layout.largest_cuts(p.group_size, _blocks_per_row(p), p.kv_seq_len, _TILES[p.head_dim]):
+        rounds = union_layout.rounds(p.seq_len, p.batch_size, p.group_size, p.num_kv_heads, pairs, splits.SM_COUNT)
+        tiles = rounds * splits.SM_COUNT // p.num_kv_heads  # so many take no more rounds
+        most = max(most, _parts(p, _cut(p, pairs, context), tiles).size)
+    return most
 
 
 def _parts(p: Any, sizes: dict[str, int], tiles: int) -> Workspace:

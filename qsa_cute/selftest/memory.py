@@ -41,9 +41,15 @@ class Memory:
         return found
 
     def launched(self, launch: Callable[[], object], *outputs: tuple[int, str, int]) -> tuple[list[array[Any]], str]:
-        """Launch twice: these outputs (address, kind, count), and what is wrong with the second; "" for nothing."""
+        """Launch twice: these outputs (address, kind, count), and what is wrong with the second; "" for nothing.
+
+        They hold the same before both: a second launch that leaves something out does not pass by the first one's.
+        """
+        before = [self.get(*one).tobytes() for one in outputs]
         launch()
         first = [self.get(*one) for one in outputs]
+        for (address, _, _), raw in zip(outputs, before, strict=True):
+            self._driver.upload(address, raw)
         launch()
         same = all(self.get(*one).tobytes() == found.tobytes() for one, found in zip(outputs, first, strict=True))
         return first, "" if same else "two launches gave different bits"

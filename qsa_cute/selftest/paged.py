@@ -7,6 +7,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from qsa_cute import geometry
 from qsa_cute.runners import union_paged
@@ -18,37 +19,70 @@ from qsa_cute.selftest.values import FP8, NAN_BITS, attend, element_bits, rounde
 Q_HEADS, KV_HEADS = 6, 2
 PAGE, PAGES = 16, 8
 TABLE = ((5, 0, 7, -1), (2, PAGES, 1, 6))  # of two requests; -1 and PAGES are none
-REQUESTS = (0, 1, 0, 2, 1)  # of each row; there is no request 2
-# Entries of each row's list, then its count: holes, unmapped pages, a token past the table, duplicates, stale entries.
-LISTS = (
-    (44, 3, -1, 17, 60, 0, 1, 2, -(2**31), 64, 33, 9, 9, 12, 8),
-    (31, 62, 20, 5, 7, 2**31 - 1, 40, 41, 42, 43, -1, 6, 4, 63, 14),
-    (8, 9, 10, 11, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 4),
-    (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14),
-    (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, -1),
-)
 SCALES = {"bf16": (1.0, 1.0), FP8: (0.5, 1.5)}  # of K and V
 
 Inputs = tuple["array[int]", "array[int]", "array[int]", "array[int]", list[float]]
 
 
-def cells(row: int) -> list[int]:
-    """Places in the cache of a row's valid entries, in order."""
-    *entries, count = LISTS[row]
-    if not 0 <= REQUESTS[row] < len(TABLE):
-        return []
-    table = TABLE[REQUESTS[row]]
-    inside = [token for token in entries[: max(0, count)] if 0 <= token < PAGE * len(table)]
-    return [table[t // PAGE] * PAGE + t % PAGE for t in inside if 0 <= table[t // PAGE] < PAGES]
+@dataclass(frozen=True)
+class Rows:
+    """Each row's request, and its list: entries, then their count."""
+
+    requests: tuple[int, ...]
+    lists: tuple[tuple[int, ...], ...]
+
+    def cells(self, row: int) -> list[int]:
+        """Places in the cache of a row's valid entries, in order."""
+        *entries, count = self.lists[row]
+        if not 0 <= self.requests[row] < len(TABLE):
+            return []
+        table = TABLE[self.requests[row]]
+        inside = [token for token in entries[: max(0, count)] if 0 <= token < PAGE * len(table)]
+        return [table[t // PAGE] * PAGE + t % PAGE for t in inside if 0 <= table[t // PAGE] < PAGES]
+
+
+def blocks(*ids: int) -> tuple[int, ...]:
+    """Their tokens."""
+    return tuple(geometry.BLOCK_TOKENS * block + i for block in ids for i in range(geometry.BLOCK_TOKENS))
+
+
+# There is no request 2. Holes, unmapped pages, a token past the table, duplicates, stale entries.
+ANY = Rows(
+    (0, 1, 0, 2, 1),
+    (
+        (44, 3, -1, 17, 60, 0, 1, 2, -(2**31), 64, 33, 9, 9, 12, 8),
+        (31, 62, 20, 5, 7, 2**31 - 1, 40, 41, 42, 43, -1, 6, 4, 63, 14),
+        (8, 9, 10, 11, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 4),
+        (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14),
+        (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, -1),
+    ),
+)
+# What a union can say, or the main kernel would leave all to the row kernel: rows of two requests, one after another,
+# and no entry that counts twice. Of more blocks than a chunk of D = 256 has, whole ones and parts.
+SHARED = Rows(
+    (0, 0, 0, 1, 1, 1),
+    (
+        (*blocks(0, 1, 2, 3, 4, 5), 44, -1, 34, 33, 28),
+        (*blocks(3, 4, 5, 6, 7, 12), 41, -(2**31), 64, 42, 28),  # block 12's page is not mapped
+        (*blocks(8, 9, 0), -1, 46, -1, -1, *blocks(1), *blocks(0, 0), 20),
+        (*blocks(0, 1, 2, 3, 8, 4), 2**31 - 1, 63, 62, -1, 28),  # nor is block 4's
+        (*blocks(15, 3, 2, 8, 9, 10), 45, 1, 0, 60, 24),
+        (*blocks(0, 1, 2, 3, 8, 9), 40, 41, 42, 43, -1),
+    ),
+)
+
+
+def rows_of(algorithm: str) -> Rows:
+    return SHARED if algorithm == "shared" else ANY
 
 
 @functools.cache
-def inputs(dtype: str, dim: int) -> Inputs:
+def inputs(dtype: str, dim: int, given: Rows) -> Inputs:
     """q and gate [rows, heads, dim], k and v [pages, page, kv heads, dim], NaN where unnamed, and the output."""
-    rng, rows = random.Random(dim), len(LISTS)
+    rng, rows = random.Random(dim), len(given.lists)
     q, gate = (element_bits(rng, "bf16", rows * Q_HEADS * dim) for _ in range(2))
     k, v = (element_bits(rng, dtype, PAGES * PAGE * KV_HEADS * dim) for _ in range(2))
-    named = {cell for row in range(rows) for cell in cells(row)}
+    named = {cell for row in range(rows) for cell in given.cells(row)}
     for cell in set(range(PAGES * PAGE)) - named:
         for plane in (k, v):
             unnamed = array(plane.typecode, [NAN_BITS[dtype]]) * (KV_HEADS * dim)
@@ -58,7 +92,7 @@ def inputs(dtype: str, dim: int) -> Inputs:
     for row in range(rows):
         for head in range(Q_HEADS):
             kv_head = head // (Q_HEADS // KV_HEADS)
-            keys, values = ([vector(p, c * KV_HEADS + kv_head, dim, dtype) for c in cells(row)] for p in (k, v))
+            keys, values = ([vector(p, c * KV_HEADS + kv_head, dim, dtype) for c in given.cells(row)] for p in (k, v))
             at = row * Q_HEADS + head
             out = attend(vector(q, at, dim, "bf16"), keys, values, k_scale * dim**-0.5)
             gates = vector(gate, at, dim, "bf16")
@@ -68,9 +102,10 @@ def inputs(dtype: str, dim: int) -> Inputs:
 
 def attention_case(dim: int, algorithm: str) -> Case:
     def case(memory: Memory, dtype: str) -> str:
-        q, gate, k, v, want = inputs(dtype, dim)
+        given = rows_of(algorithm)
+        q, gate, k, v, want = inputs(dtype, dim, given)
         k_scale, v_scale = SCALES[dtype]
-        rows, out = len(LISTS), memory.poisoned(2 * len(want))
+        rows, out = len(given.lists), memory.poisoned(2 * len(want))
         splits, space = 0, {}
         if algorithm == "rows":
             layout = PagedAttentionRunner.workspace_size(rows, KV_HEADS, dim)
@@ -79,9 +114,9 @@ def attention_case(dim: int, algorithm: str) -> Case:
             q_ptr=memory.put(q),
             k_ptr=memory.put(k),
             v_ptr=memory.put(v),
-            indices=memory.put([entry for row in LISTS for entry in row]),
+            indices=memory.put([entry for row in given.lists for entry in row]),
             block_table=memory.put([page for pages in TABLE for page in pages]),
-            token_to_req=memory.put(REQUESTS),
+            token_to_req=memory.put(given.requests),
             o_ptr=out,
             gate_ptr=memory.put(gate),
             rows=rows,
@@ -92,7 +127,7 @@ def attention_case(dim: int, algorithm: str) -> Case:
             num_pages=PAGES,
             page_size=PAGE,
             table_width=len(TABLE[0]),
-            width=len(LISTS[0]) - 1,
+            width=len(given.lists[0]) - 1,
             cache_dtype=dtype,
             attention_scale=k_scale * dim**-0.5,
             output_scale=v_scale,

@@ -51,7 +51,8 @@ class HostDriver:
         del self.memory[address]
 
     def upload(self, address: int, data: bytes) -> None:
-        self.memory[address][:] = data
+        base = self._base(address)
+        self.memory[base][address - base : address - base + len(data)] = data
 
     def download(self, address: int, size: int) -> bytes:
         base = self._base(address)

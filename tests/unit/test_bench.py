@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import click
@@ -13,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import device, plot, report, targets
+from bench import device, fetch_peers, plot, report, targets
 from bench.cases import FAMILIES, PROVIDER_NAMES, Target, entries, parse, registry, select
 from bench.results import Row, append, latest, read
 from bench.run import NO_DEVICE, main
@@ -340,3 +342,33 @@ def test_a_target_is_met_short_or_not_measured(ours, vllm, ends) -> None:
     case = parse("decode/ctx65536/b1")
     rows = {name: row(case.id, name, us) for name, us in (("ours", ours), ("vllm", vllm)) if us}
     assert targets.line(case, rows).endswith(ends)
+
+
+# The peers' files.
+
+
+def test_the_peers_files_come_out_of_their_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(requirement: str, folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "peer.whl", "w") as wheel:
+            for member in (*fetch_peers.FILES[requirement], fetch_peers.OPERATORS):
+                wheel.writestr(member, f"{requirement} {member}")
+        return folder / "peer.whl"
+
+    monkeypatch.setattr(fetch_peers, "download", download)
+    result = CliRunner().invoke(fetch_peers.main, ["--dest", str(tmp_path / "peers"), "--with-topk"])
+    assert result.exit_code == 0, result.output
+    found = {path.name for path in (tmp_path / "peers").iterdir()}
+    names = {name for files in fetch_peers.FILES.values() for name in files.values()}
+    assert found == names | {"peers.py", "vllm_ops.so.xz"}
+    assert "qsa_indexer.py" in (tmp_path / "peers/vllm_qsa_indexer.py").read_text()
+    assert lzma.decompress((tmp_path / "peers/vllm_ops.so.xz").read_bytes()).endswith(fetch_peers.OPERATORS.encode())
+
+
+def test_a_download_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], check: bool) -> None:
+        raise subprocess.CalledProcessError(3, command)
+
+    monkeypatch.setattr(fetch_peers.subprocess, "run", run)
+    result = CliRunner().invoke(fetch_peers.main, ["--dest", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "pip could not download vllm==0.33.0 (exit code 3)" in result.output

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.hosts import metrale as host
+from qsa_cute.kernels.metrale import vectors
 from qsa_cute.runners import indexer_launch
 from qsa_cute.runners import metrale as runners
 from qsa_cute.support import SupportCode
@@ -319,3 +320,12 @@ def test_preflight_loads_every_kernel(monkeypatch):
 
 def test_a_question_of_any_number_never_raises():
     assert not host.can_implement(24, 2, 256, 90, "bf16", n_heads=10**5000)
+
+
+@given(st.integers(1, 256).map(lambda n: 4 * n), st.data())
+def test_a_norm_has_the_shared_memory_that_its_kernel_lays_out(hd, data) -> None:
+    rot = 2 * data.draw(st.integers(0, hd // 2))
+    found = runners.norm_launch(10, hd, rot)
+    assert found["smem"] == vectors.frequency_bytes(rot) + vectors.WARPS * hd * 4
+    assert found["smem"] <= vectors.VectorNorm(128, "bf16").smem_bytes
+    assert found["grid"] == -(-10 // vectors.WARPS)

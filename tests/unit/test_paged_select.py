@@ -163,6 +163,7 @@ def test_scores_refuse(make, fields, changes, words):
             ONE_LAUNCH | {"table_width": 48},
             "num_columns is 18816; it takes an integer from 0 to 18432",
         ),
+        (PagedSelectDecode, ONE_LAUNCH | {"num_columns": 0}, "num_columns is 0 with 32 rows; one launch takes at"),
         (PagedSelectDecode, ONE_LAUNCH | {"ranks": 17}, "ranks is 17; it takes an integer from 2 to 16"),
         (PagedSelectDecode, ONE_LAUNCH | {"ranks": 1}, "ranks is 1"),
         (PagedSelectDecode, ONE_LAUNCH | {"out_ptr": 2}, "out_ptr .*multiple of 4"),
@@ -246,7 +247,16 @@ def test_ranks_of_one_launch(requests, columns, bf16, fp8):
 
 @pytest.mark.parametrize(
     ("query_len", "requests", "columns"),
-    [(3, 16, 2400), (1, 257, 2400), (1, 7, 16400), (1, 64, 8192), (1, 64, 18436), (1, 16, 0), (1, 0, 2400)],
+    [
+        (3, 16, 2400),
+        (1, 257, 2400),
+        (1, 7, 16400),
+        (1, 64, 8192),
+        (1, 64, 18436),
+        (1, 64, 2**31),
+        (1, 16, 0),
+        (1, 0, 2400),
+    ],
 )
 def test_two_launches_where_one_does_not_pay(query_len, requests, columns):
     assert not launches.one_launch_pays(query_len, requests, columns)
@@ -397,6 +407,12 @@ def test_selection_refuses(function, arguments, changes, error, words):
     ("function", "arguments", "error", "words"),
     [
         (host.qsa_select_paged_decode, decode_arguments(decode_query_len=9), UnsupportedError, "9 query tokens"),
+        (
+            host.qsa_select_paged_decode,
+            decode_arguments(page_table=int32(4, 5_500_000, at=8 << 30 << 10)),
+            ArgumentError,
+            "num_columns is 2156000000",
+        ),
         (host.qsa_select_paged_decode, decode_arguments(decode_query_len=3), ArgumentError, "q has 8 rows .* takes 12"),
         (host.qsa_select_paged_prefill, prefill_arguments(query_start_loc=int32(4)), ArgumentError, "takes 5"),
         (host.qsa_select_paged_prefill, prefill_arguments(max_seq_len=-1), ArgumentError, "max_seq_len is -1"),

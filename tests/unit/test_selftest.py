@@ -11,7 +11,7 @@ import selftest_host as host
 import torch
 from selftest_host import TYPES, HostDriver
 
-from qsa_cute import selftest
+from qsa_cute import selftest, union_layout
 from qsa_cute.errors import DriverError
 from qsa_cute.geometry import INDEX_WIDTH
 from qsa_cute.reference import attention, indexer, kpool, metrale, paged, paged_select
@@ -144,18 +144,44 @@ def test_wrong_lists() -> None:
 
 @pytest.mark.parametrize("dtype", paged_case.SCALES)
 @pytest.mark.parametrize("dim", [256, 128])
-def test_paged_attention(dtype, dim) -> None:
-    q, gate, k, v, want = paged_case.inputs(dtype, dim)
+@pytest.mark.parametrize(
+    ("given", "valid"), [(paged_case.ANY, [6, 10, 4, 0, 0]), (paged_case.SHARED, [27, 22, 17, 22, 24, 0])]
+)
+def test_paged_attention(dtype, dim, given, valid) -> None:
+    q, gate, k, v, want = paged_case.inputs(dtype, dim, given)
     k, v = (tensor(plane, dtype).view(paged_case.PAGES, paged_case.PAGE, -1, dim) for plane in (k, v))
-    q, gate = (tensor(plane, "bf16").view(len(paged_case.LISTS), -1, dim) for plane in (q, gate))
-    inputs = (q, k, v, ints(paged_case.LISTS), ints(paged_case.TABLE), ints(paged_case.REQUESTS))
+    q, gate = (tensor(plane, "bf16").view(len(given.lists), -1, dim) for plane in (q, gate))
+    inputs = (q, k, v, ints(given.lists), ints(paged_case.TABLE), ints(given.requests))
     scales = dict(zip(("k_scale", "v_scale"), paged_case.SCALES[dtype], strict=True))
     found = paged.sparse_paged_attention(*inputs, gate=gate, dtype=torch.float64, **scales).flatten()
     want = torch.tensor(want, dtype=torch.float64)
     off = (found - want).abs()
     assert (off > 1e-9).sum() < len(off) / 500, "but where a rounding to bf16 goes the other way"
     assert (off <= want.abs() * 2**-7).all()
-    assert [len(paged_case.cells(row)) for row in range(5)] == [6, 10, 4, 0, 0]
+    assert [len(given.cells(row)) for row in range(len(valid))] == valid
+
+
+def test_the_shared_case_is_one_that_a_union_can_say() -> None:
+    """Else every tile goes to the row kernel, and the main kernel may do anything. As `paged_union/prepare.py` has it:
+    rows of two requests in turn, no entry twice, few enough parts; and the two chunks, whole blocks and parts that the
+    main kernel tells apart."""
+    given, reach = paged_case.SHARED, paged_case.PAGE * len(paged_case.TABLE[0])
+    assert list(given.requests) == sorted(given.requests)
+    assert len(set(given.requests)) <= 2
+    assert len(given.lists) * paged_case.Q_HEADS // paged_case.KV_HEADS <= union_layout.LEAST_PAIRS, "one tile"
+    whole, parts = set(), set()
+    for request, (*entries, count) in zip(given.requests, given.lists, strict=True):
+        tokens = [token for token in entries[: max(0, count)] if 0 <= token < reach]
+        assert len(tokens) == len(set(tokens))
+        for i in range(0, len(entries), 4):
+            four = [token for token in entries[i : min(i + 4, max(0, count))] if 0 <= token < reach]
+            named = whole if len(four) == 4 and len({token // 4 for token in four}) == 1 else parts
+            named |= {(request, token // 4) for token in four}
+    assert parts
+    assert len(parts) <= 80 // 4 < len(whole | parts), "more than a chunk of D = 256"
+    assert whole - parts
+    two_requests_mixed = paged_case.ANY.requests
+    assert list(two_requests_mixed) != sorted(two_requests_mixed), "control: the other rows are no such case"
 
 
 @pytest.mark.parametrize("dtype", select_case.BAND)
@@ -283,6 +309,19 @@ def test_two_launches_that_differ_are_found(driver, monkeypatch) -> None:
             driver.memory[p.o_ptr][-2] ^= 1
 
     monkeypatch.setattr(SparsePrefillRunner, "run", staticmethod(unsteady))
+    found = [check["detail"] for check in run(driver, sparse) if "prefill d" in check["name"]]
+    assert set(found) == {"two launches gave different bits"}
+
+
+def test_a_second_launch_that_does_nothing_is_found(driver, monkeypatch) -> None:
+    """As of a kernel whose counters the first launch left as they were."""
+    counter = itertools.count()
+
+    def once(dtype: str, p) -> None:
+        if next(counter) % 2 == 0:
+            host.prefill(driver, TYPES[dtype], p)
+
+    monkeypatch.setattr(SparsePrefillRunner, "run", staticmethod(once))
     found = [check["detail"] for check in run(driver, sparse) if "prefill d" in check["name"]]
     assert set(found) == {"two launches gave different bits"}
 

@@ -9,6 +9,7 @@ from attention_params import PREFILL, prefill
 
 from qsa_cute import union_layout
 from qsa_cute.errors import ArgumentError, UnsupportedError
+from qsa_cute.kernels.attention import union_scan
 from qsa_cute.runners import SparsePrefillRunner, dispatch, sparse_prefill, union
 
 ROWS = {"batch_size": 1, "seq_len": 4096, "kv_seq_len": 8192}
@@ -95,7 +96,7 @@ def test_when_it_is_taken(changes, shares) -> None:
         ({"index_kind": "counted"}, "workspace is null"),
         ({"index_kind": "blocks", "algorithm": "rows", "workspace": BASE}, "that takes 'padded' lists"),
         ({"workspace": BASE + 16}, "workspace is .* multiple of 256"),
-        ({"workspace": BASE, "algorithm": "union", **WIDE}, "do not fit in shared memory"),
+        ({"workspace": BASE, "algorithm": "union", **WIDE}, "kv_seq_len is 8388608 and .* do not fit in shared"),
         ({"workspace": PREFILL["q_ptr"]}, "workspace at .* overlaps q"),
     ],
 )
@@ -191,6 +192,47 @@ def test_long_contexts_take_tiles_of_fewer_pairs(group, kind) -> None:
         for start in range(0, 4096 * group, pairs):
             assert (start + pairs - 1) // group - start // group < rows
         assert union.pays(params) is (pairs >= min(4 * group, 32))
+
+
+CONTEXTS = sorted({int(1000 * 1.25**i) for i in range(32)} | {1 << 17, 1 << 20})
+
+
+@pytest.mark.parametrize(("kind", "top"), [("blocks", 512), ("padded", 2051), ("padded", 8192), ("blocks", 8192)])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_tile_stays_within_what_the_kernels_have(group, kind, top) -> None:
+    """Rows within the mask words, words past a small tile's within the workspace, counts within 16 bits, and memory."""
+    assert union_layout.HALF == union_scan.HALF
+    before = 0
+    for tokens in CONTEXTS:
+        shape = (1, 700, tokens, 2 * group, 2, 256, top, kind)
+        sizes = {"seq_len": 700, "batch_size": 1, "group_size": group, "num_kv_heads": 2, "head_dim": 256}
+        p = SimpleNamespace(**sizes, kv_seq_len=tokens, index_kind=kind, top_k=top)
+        space = union.workspace(p)
+        assert space.size >= before, "what is for a context is for shorter ones"
+        before = space.size
+        if not union._most_pairs(p):
+            assert (kind, top) == ("blocks", 8192), "16 times what the model selects"
+            continue
+        assert space == SparsePrefillRunner.workspace_size(*shape)
+        found, parts = union._sizes(p), {part.name: part for part in space.parts}
+        pairs, mask_rows = found["tile_pairs"], found["mask_rows"]
+        assert union.shared_memory(p) <= union_layout.MAX_SMEM_BYTES
+        # `union_prefill` reads a word for each of 128 pairs, of plane 3 of the last tile, too.
+        past = parts["row_path"].offset - parts["past_masks"].offset
+        for start in range(0, 700 * group, pairs):
+            end = min(start + pairs, 700 * group)
+            assert (end - 1) // group - start // group < mask_rows
+            assert 4 * ((start + 127) // group - start // group + 1 - mask_rows) <= past
+            first_half = (min(start + 64, end) - 1) // group - start // group + 1
+            most = min(first_half * union._blocks_per_row(p), tokens // 4)
+            assert most < 2**15, "blocks of warpgroup 0's rows alone, in the upper half of a signed word"
+
+
+def test_a_workspace_serves_shorter_contexts() -> None:
+    """A shorter context may have tiles of more pairs, and those more words of masks."""
+    small, large = (SparsePrefillRunner.workspace_size(1, 4096, n, 3, 1, 256, 512, "blocks") for n in (98_304, 1 << 20))
+    assert small.parts[-1].offset + small.parts[-1].size <= large.size
+    assert max(part.size for part in small.parts) > max(part.size for part in large.parts), "what makes this a case"
 
 
 @pytest.mark.parametrize(("group", "tokens"), [(1, 262_144), (3, 131_072), (12, 1 << 20), (12, 32_768)])
