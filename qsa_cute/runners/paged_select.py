@@ -9,6 +9,7 @@ context_lengths with seq_len 1 and from_end. Conventions as in `indexer_launch.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -42,9 +43,12 @@ DECODE_STEP = 32  # columns that a warp scores at once
 DECODE_SHARES = (16, 256)  # of a request's columns, least and most
 DECODE_BLOCKS = 8192  # thread blocks from which on more shares only cost
 # Scores and selection of decode in one launch, measured there, too.
-ONE_LAUNCH = ({"threads": 384, "held": 8, "warps": 12}, {"threads": 768, "held": 24, "warps": 16})
-ONE_LAUNCH_STAGES = {2: 1, 1: 2}  # bytes of an element -> ring slots of a warp
-ONE_LAUNCH_ROWS = 2  # query rows baked
+# Type of the keys -> baked constants, shorter rows first.
+ONE_LAUNCH = {
+    dtype: [tuning.baked for tuning in KERNELS["paged_select_decode"].tuning if dtype in tuning.dtypes]
+    for dtype in ITEM_BYTES
+}
+ONE_LAUNCH_ROWS = ONE_LAUNCH["bf16"][0]["rows"]  # query rows baked, of each
 ONE_LAUNCH_PAYS = ((3072, 1), (8192, checks.INT32_MAX), (checks.INT32_MAX, 8))  # columns up to -> requests from
 ONE_LAUNCH_REQUESTS = 256  # and up to
 ONE_LAUNCH_BLOCKS = 192  # thread blocks in all of short rows, of which an SM holds two
@@ -220,21 +224,23 @@ class PagedSelectDecode(_KeysLaunch):
 
 
 def one_launch_columns() -> int:
-    """Most columns that one launch takes."""
-    return max(each["threads"] * each["held"] for each in ONE_LAUNCH)
+    """Most columns that one launch takes, of keys of any type."""
+    return min(_columns(baked[-1]) for baked in ONE_LAUNCH.values())
+
+
+def _columns(baked: Mapping[str, int]) -> int:
+    return baked["threads"] * baked["held"]
 
 
 def one_launch(columns: int, dtype: str) -> tuple[Baked, int]:
     """(baked constants, bytes of its shared memory that rows of so many columns do without)."""
-    tuning = next(each for each in ONE_LAUNCH if columns <= each["threads"] * each["held"])
-    stages = ONE_LAUNCH_STAGES[ITEM_BYTES[dtype]]
-    unused = (tuning["threads"] * tuning["held"] - columns) // 4 * 16
-    return (("rows", ONE_LAUNCH_ROWS), *tuning.items(), ("stages", stages)), unused
+    tuning = next(baked for baked in ONE_LAUNCH[dtype] if columns <= _columns(baked))
+    return tuple(tuning.items()), (_columns(tuning) - columns) // 4 * 16
 
 
 def one_launch_ranks(requests: int, columns: int, dtype: str) -> int:
     """Thread blocks that share a request."""
-    if columns <= ONE_LAUNCH[0]["threads"] * ONE_LAUNCH[0]["held"]:
+    if columns <= _columns(ONE_LAUNCH[dtype][0]):
         most = next(most for few, most in ONE_LAUNCH_SHORT if requests <= few)
         return min(most, max(2, ONE_LAUNCH_BLOCKS // max(1, requests)))
     fits = max((blocks for blocks, most in enumerate(CLUSTERS_AT_ONCE, 1) if requests <= most), default=1)
@@ -453,8 +459,7 @@ def paged_kernels(sm90: bool, dtype: object) -> list[Wanted]:
     scores += [("paged_scores_decode", decode_choice(rows, 1, 1)[0]) for rows in DECODE_ROWS]
     if sm90:
         name = checks.dtype_name(dtype)
-        columns = (each["threads"] * each["held"] for each in ONE_LAUNCH)
-        scores += [(PagedSelectDecode.KERNEL, one_launch(most, name)[0]) for most in columns if name in ITEM_BYTES]
+        scores += [(PagedSelectDecode.KERNEL, tuple(baked.items())) for baked in ONE_LAUNCH.get(name or "", ())]
     typeless = [("expand_counted", ()), *(each for each in decode_kernels(sm90) if each[0].startswith("select"))]
     return [wanted(name, dtype, baked) for name, baked in scores] + [
         wanted(name, SELECT_DTYPE, baked) for name, baked in typeless
