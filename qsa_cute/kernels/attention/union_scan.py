@@ -5,10 +5,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from qsa_cute.kernels.common import ops
+from qsa_cute.union_layout import HALF
 
 THREADS = 256
 WARPS = THREADS // 32
-HALF = 64  # pairs of a warpgroup
 
 
 class BlockScan:
