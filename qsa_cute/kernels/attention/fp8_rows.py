@@ -49,7 +49,7 @@ class Fp8RowGather(RowGather):
                 for m in cutlass.range_constexpr(4):
                     at = 4 * (4 * k + m)
                     a = (tQ[at], tQ[at + 1], tQ[at + 2], tQ[at + 3])
-                    self.mma(acc, 4 * (m % self.chains), a, ops.e4m3_to_half(words[m]))
+                    ops.add_mma_16816(self.mma_dtype, acc, 4 * (m % self.chains), a, ops.e4m3_to_half(words[m]))
             self.sum_chains(acc, tS)
 
     @cute.jit
@@ -75,7 +75,7 @@ class Fp8RowGather(RowGather):
                         ops.e4m3_to_half(ops.permute_bytes(words[2 * half + i], PAIR_TOKENS)) for i in range(2)
                     )
                     for e in cutlass.range_constexpr(2):
-                        self.mma(tO, 8 * group + 4 * e, a, (first[e], second[e]))
+                        ops.add_mma_16816(self.mma_dtype, tO, 8 * group + 4 * e, a, (first[e], second[e]))
 
     @cute.jit
     def arrange(self, tO: cute.Tensor, tid: Int32):

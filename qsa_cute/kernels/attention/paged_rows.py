@@ -155,7 +155,7 @@ class PagedRows(Fp8RowGather):
     @cute.jit
     def pass_gate(self, o: Float32, gate: Float32) -> Float32:
         """Zero stays zero, so that a row without entries is zeros whatever its gate holds."""
-        passed = o * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * (-ops.LOG2_E), fastmath=True))
+        passed = o * ops.sigmoid(gate)
         return passed if o != 0.0 else Float32(0.0)
 
     @cute.jit

@@ -219,7 +219,7 @@ class RowGather:
             b = ops.ldmatrix_x4(base + chunk * 16 + (k // 2) * 128)
             for n in cutlass.range_constexpr(2):
                 a = (tQ[8 * k + 4 * n], tQ[8 * k + 4 * n + 1], tQ[8 * k + 4 * n + 2], tQ[8 * k + 4 * n + 3])
-                self.mma(acc, 4 * ((2 * k + n) % self.chains), a, (b[2 * n], b[2 * n + 1]))
+                ops.add_mma_16816(self.mma_dtype, acc, 4 * ((2 * k + n) % self.chains), a, (b[2 * n], b[2 * n + 1]))
         self.sum_chains(acc, tS)
 
     @cute.jit
@@ -241,13 +241,7 @@ class RowGather:
             for d in cutlass.range_constexpr(self.warp_cols // 16):
                 b = ops.ldmatrix_x4_trans(base + self.swizzle(chunk0 + 2 * d + lane // 16, row) * 16)
                 for n in cutlass.range_constexpr(2):
-                    self.mma(tO, 8 * d + 4 * n, a, (b[2 * n], b[2 * n + 1]))
-
-    @cute.jit
-    def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_16816(self.mma_dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
-        for i in cutlass.range_constexpr(4):
-            acc[at + i] = d[i]
+                    ops.add_mma_16816(self.mma_dtype, tO, 8 * d + 4 * n, a, (b[2 * n], b[2 * n + 1]))
 
     # ---- softmax -------------------------------------------------------------------------------------
 

@@ -96,11 +96,6 @@ def load_stream_x4_if(place: Int32, addr: Int64, offset: int) -> tuple:
     )
 
 
-def prefetch_l2(addr: Int64) -> None:
-    """Bring the line to the L2."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[addr])
-
-
 def load_i32_if(wanted: Int32, addr: Int64, other: Int32) -> Int32:
     """The word at `addr`, or `other` without a read when `wanted` is 0; branch-free, so that loads overlap."""
     return cute.arch.inline_ptx(
@@ -123,14 +118,6 @@ def load_list_x4_if(wanted: Int32, aligned: Int32, addr: Int64, other: Int32) ->
     )
 
 
-def store_i32x4(addr: Int64, v: tuple) -> None:
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
-
-
-def store_shared_i64(addr: Int32, value: Int64) -> None:
-    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
-
-
 def forget(value: Int32) -> Int32:
     """The same value, which no compiler knows: what follows from it is not kept in registers from before."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
@@ -139,16 +126,6 @@ def forget(value: Int32) -> Int32:
 def exit_if_negative(value: Int32) -> None:
     """Ends the thread; a boundary that ptxas moves no memory access over, at one instruction where nothing ends."""
     cute.arch.inline_ptx("{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p exit; }", read_only_args=[value])
-
-
-def load_shared_i32x4(addr: Int32) -> tuple:
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[addr]
-    )
-
-
-def store_shared_i32x4(addr: Int32, v: tuple) -> None:
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
 
 
 def clear_shared_16(addr: Int32) -> None:
@@ -176,10 +153,3 @@ def fetch_add_shared(addr: Int32, value: Int32) -> Int32:
 
 def max_shared(addr: Int32, value: Int32) -> None:
     cute.arch.inline_ptx("red.shared.max.s32 [{$r0}], {$r1};", read_only_args=[addr, value])
-
-
-def count_trailing_zeros(word: Int32) -> Int32:
-    """Place of the lowest set bit; 32 for 0."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", write_only_types=[Int32], read_only_args=[word]
-    )

@@ -324,7 +324,7 @@ class UnionPrepare(BlockScan):
         at = smem + warp * union_ops.TENSOR_MAP_BYTES
         if tid % 32 == 0:
             for i in cutlass.range_constexpr(union_ops.TENSOR_MAP_BYTES // 8):
-                union_ops.store_shared_i64(at + i * 8, v_map[i] if warp == 1 else k_map[i])
+                ops.store_shared_64(at + i * 8, v_map[i] if warp == 1 else k_map[i])
             union_ops.replace_map_field(at, "global_address", v if warp == 1 else k)
             union_ops.replace_map_field(at, "global_dim 2", cutlass.max(length, Int32(1)))
         cute.arch.sync_warp()
@@ -526,7 +526,7 @@ class UnionPrepare(BlockScan):
                     if n_b < limit:
                         place = (ns + 2 * (n_b // self.blocks) + 1) * self.blocks + n_b % self.blocks
                     n_b = n_b + 1
-                ops.store_shared_i32(places + place * 4, i * 32 + union_ops.count_trailing_zeros(bit))
+                ops.store_shared_i32(places + place * 4, i * 32 + ops.count_trailing_zeros(bit))
 
     @cute.jit
     def write_chunks(

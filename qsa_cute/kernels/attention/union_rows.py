@@ -14,7 +14,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowGather, RowOutput, Share
 from qsa_cute.kernels.attention.sparse_prefill import DenseTokens
 from qsa_cute.kernels.common import early, ops
@@ -217,7 +216,7 @@ class UnionRows(RowGather):
             )
             marked = cute.arch.vote_ballot_sync(mark != 0)
             while marked != 0:
-                unit = first + union_ops.count_trailing_zeros(marked) * step
+                unit = first + ops.count_trailing_zeros(marked) * step
                 # Every thread writes the same; the loop's last barrier lies between the reads and the next writes.
                 ops.store_shared_i32x2(smem + self.at["place"], unit, marked & (marked - 1))
                 kv_head = unit % num_kv_heads

@@ -10,7 +10,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from qsa_cute import union_layout
-from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.common import ops
 
 PAIRS = union_layout.PAIRS  # M extent of a tile: two warpgroups of 64
@@ -128,7 +127,7 @@ class UnionTile:
                 ]
                 v = self.transpose_quad(v[0], v[1], v[2], v[3], lane)
                 if pair < live:
-                    union_ops.store_i32x4(at + k * 64, v)
+                    ops.store_global_i32x4(at + k * 64, v)
             if pair < live and lane % 4 == 0 and lse != 0:
                 value = -Float32.inf
                 if tSum[j] > 0.0:

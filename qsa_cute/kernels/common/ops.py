@@ -64,6 +64,21 @@ def mma_32_bytes(dtype: str, a: tuple, b: tuple, c: tuple) -> tuple:
     )
 
 
+def add_mma_16816(dtype: str, acc: cute.Tensor, at: int, a: tuple, b: tuple) -> None:
+    """Four accumulators of `acc` from `at` on += A B, as `mma_16816`."""
+    _put(acc, at, mma_16816(dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])))
+
+
+def add_mma_32_bytes(dtype: str, acc: cute.Tensor, at: int, a: tuple, b: tuple) -> None:
+    """As `add_mma_16816`, by `mma_32_bytes`."""
+    _put(acc, at, mma_32_bytes(dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])))
+
+
+def _put(acc: cute.Tensor, at: int, values: tuple) -> None:
+    for i in range(4):
+        acc[at + i] = values[i]
+
+
 def split_i64(value: Int64) -> tuple:
     """The low and the high word."""
     return cute.arch.inline_ptx("mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32] * 2, read_only_args=[value])
@@ -239,3 +254,44 @@ def e4m3_to_half(word: Int32) -> tuple:
         write_only_types=[Int32] * 2,
         read_only_args=[word],
     )
+
+
+def store_global_i32x4(addr: Int64, v: tuple) -> None:
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
+
+
+def load_shared_i32x4(addr: Int32) -> tuple:
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[addr]
+    )
+
+
+def store_shared_i32x4(addr: Int32, v: tuple) -> None:
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
+
+
+def store_shared_64(addr: Int32, value) -> None:
+    """8 bytes, signed or not."""
+    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def count_trailing_zeros(word: Int32) -> Int32:
+    """Place of the lowest set bit; 32 for 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", write_only_types=[Int32], read_only_args=[word]
+    )
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
+def divide(a: Float32, b: Float32) -> Float32:
+    """Rounded to nearest."""
+    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def sigmoid(x: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * (-LOG2_E), fastmath=True))

@@ -31,12 +31,6 @@ PARAMS = (
 )
 
 
-def store_4(addr: Int64, v0: Int32, v1: Int32, v2: Int32, v3: Int32) -> None:
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, v0, v1, v2, v3]
-    )
-
-
 class ExpandCounted:
     early_launch = early.SUPPORTED
 
@@ -108,7 +102,7 @@ class ExpandCounted:
                 tokens[BLOCK_TOKENS - 1] = chosen * BLOCK_TOKENS + tail
             at = out + Int64(i) * (4 * BLOCK_TOKENS)
             if aligned:
-                store_4(at, tokens[0], tokens[1], tokens[2], tokens[3])
+                ops.store_global_i32x4(at, tokens)
             else:
                 for e in cutlass.range_constexpr(BLOCK_TOKENS):
                     ops.store_global_i32(at + 4 * e, tokens[e])

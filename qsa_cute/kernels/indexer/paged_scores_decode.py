@@ -309,7 +309,7 @@ class PagedScoresDecode:
                 a = ops.ldmatrix_x4(at + 16 * t * self.row_bytes + chunk * 16)
                 for n in cutlass.range_constexpr(self.tiles):
                     b = (tQ[(n * self.steps_k + k) * 2], tQ[(n * self.steps_k + k) * 2 + 1])
-                    self.mma(acc, 4 * (t * self.tiles + n), a, b)
+                    ops.add_mma_32_bytes(self.dtype, acc, 4 * (t * self.tiles + n), a, b)
         self.finish(acc, tL, out, row_bytes, column0, lane)
 
     @cute.jit
@@ -341,9 +341,3 @@ class PagedScoresDecode:
             for i in cutlass.range_constexpr(4):
                 if column + i < limit:
                     ops.store_global_f32(to + i * 4, values[i])
-
-    @cute.jit
-    def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_32_bytes(self.dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
-        for i in cutlass.range_constexpr(4):
-            acc[at + i] = d[i]

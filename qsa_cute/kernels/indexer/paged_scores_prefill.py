@@ -300,8 +300,8 @@ class PagedScoresPrefill:
             for n in cutlass.range_constexpr(4):
                 b = ops.ldmatrix_x4(sQ + (b_row + 16 * n) * self.row_bytes + b_chunk * 16)
                 for half in cutlass.range_constexpr(2):
-                    self.mma(acc, 4 * (2 * n + half), a0, (b[2 * half], b[2 * half + 1]))
-                    self.mma(acc, 32 + 4 * (2 * n + half), a1, (b[2 * half], b[2 * half + 1]))
+                    ops.add_mma_32_bytes(self.dtype, acc, 4 * (2 * n + half), a0, (b[2 * half], b[2 * half + 1]))
+                    ops.add_mma_32_bytes(self.dtype, acc, 32 + 4 * (2 * n + half), a1, (b[2 * half], b[2 * half + 1]))
 
         row = rows + lane % 4
         at_column = column + first_key + (lane // 4) * 4
@@ -317,12 +317,6 @@ class PagedScoresPrefill:
                 tile.store(to, row + 4 * j, at_column, values)
             else:
                 ops.store_global_f32x4(to, (values[0], values[1], values[2], values[3]))
-
-    @cute.jit
-    def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_32_bytes(self.dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
-        for i in cutlass.range_constexpr(4):
-            acc[at + i] = d[i]
 
     @cute.jit
     def needs_care(self, tile: RequestTile, column: Int32, vector: cutlass.Constexpr[int]):

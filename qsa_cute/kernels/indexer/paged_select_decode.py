@@ -275,7 +275,7 @@ class PagedSelectDecode(PagedScoresDecode):
             a = ops.ldmatrix_x4(at + ((2 * k + lane // 16) ^ (lane % 8)) * 16)
             for n in cutlass.range_constexpr(self.tiles):
                 b = (tQ[(n * self.steps_k + k) * 2], tQ[(n * self.steps_k + k) * 2 + 1])
-                self.mma(acc, 4 * (t * self.tiles + n), a, b)
+                ops.add_mma_32_bytes(self.dtype, acc, 4 * (t * self.tiles + n), a, b)
 
     @cute.jit
     def read_limits(self, tL: cute.Tensor, visible: Int64, query_len: Int32, num_columns: Int32, lane: Int32):

@@ -260,7 +260,9 @@ class ScoresDecode:
             for t in cutlass.range_constexpr(2):
                 a = ops.ldmatrix_x4(at + 16 * t * ROW_BYTES + chunk * 16)
                 for n in cutlass.range_constexpr(tiles):
-                    self.mma(acc, 4 * (t * tiles + n), a, (tQ[(n * 8 + k) * 2], tQ[(n * 8 + k) * 2 + 1]))
+                    ops.add_mma_16816(
+                        self.dtype, acc, 4 * (t * tiles + n), a, (tQ[(n * 8 + k) * 2], tQ[(n * 8 + k) * 2 + 1])
+                    )
         block = block0 + (lane // 4) * 4
         for m in cutlass.range_constexpr(self.rows // 4):
             row = 4 * m + lane % 4
@@ -278,9 +280,3 @@ class ScoresDecode:
                     for i in cutlass.range_constexpr(4):
                         if block + i < limit:
                             ops.store_global_f32(to + i * 4, values[i])
-
-    @cute.jit
-    def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_16816(self.dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
-        for i in cutlass.range_constexpr(4):
-            acc[at + i] = d[i]

@@ -213,8 +213,8 @@ class ScoresPrefill:
             for n in cutlass.range_constexpr(4):
                 b = ops.ldmatrix_x4(sQ + (b_row + 16 * n) * ROW_BYTES + b_chunk * 16)
                 for half in cutlass.range_constexpr(2):
-                    self.mma(acc, 4 * (2 * n + half), a0, (b[2 * half], b[2 * half + 1]))
-                    self.mma(acc, 32 + 4 * (2 * n + half), a1, (b[2 * half], b[2 * half + 1]))
+                    ops.add_mma_16816(self.dtype, acc, 4 * (2 * n + half), a0, (b[2 * half], b[2 * half + 1]))
+                    ops.add_mma_16816(self.dtype, acc, 32 + 4 * (2 * n + half), a1, (b[2 * half], b[2 * half + 1]))
 
         row = rows + lane % 4
         block = column + keys + (lane // 4) * 4
@@ -230,12 +230,6 @@ class ScoresPrefill:
             else:
                 at = tile.logits + Int64(row + 4 * j) * tile.stride + Int64(block) * 4
                 ops.store_global_f32x4(at, (values[0], values[1], values[2], values[3]))
-
-    @cute.jit
-    def mma(self, acc: cute.Tensor, at: cutlass.Constexpr[int], a, b):
-        d = ops.mma_16816(self.dtype, a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
-        for i in cutlass.range_constexpr(4):
-            acc[at + i] = d[i]
 
     @cute.jit
     def needs_care(self, tile: RowTile, column: Int32, vector: cutlass.Constexpr[int]):

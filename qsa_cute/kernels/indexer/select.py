@@ -170,7 +170,7 @@ class Select(SelectList):
             self.leave()
             if rank == 0:
                 for i in cutlass.range(tid, visible, self.threads, unroll=1):
-                    so.store_i32(smem + self.chosen + i * 4, i)
+                    ops.store_shared_i32(smem + self.chosen + i * 4, i)
                 cute.arch.sync_threads()
                 self.output(smem, out, visible, seen, expand, tid)
         else:
@@ -186,11 +186,11 @@ class Select(SelectList):
     def prepare(self, smem: Int32, tid: Int32):
         """Zero both histograms and the words; no bin found."""
         for i in cutlass.range_constexpr(2 * BINS // self.threads):
-            so.store_i32(smem + self.hist_a + (tid + i * self.threads) * 4, Int32(0))
+            ops.store_shared_i32(smem + self.hist_a + (tid + i * self.threads) * 4, Int32(0))
         if tid > 0 and tid < 8:
-            so.store_i32(smem + self.words + tid * 4, Int32(0))
+            ops.store_shared_i32(smem + self.words + tid * 4, Int32(0))
         if tid == 0:
-            so.store_i32(smem + self.words, Int32(-1))
+            ops.store_shared_i32(smem + self.words, Int32(-1))
 
     @cute.jit
     def read_4(self, logits: Int64, first: Int32, visible: Int32):

@@ -31,7 +31,7 @@ class SelectChosen:
             tP[0] = (pairs & 0x0F0F) | (((pairs >> 4) & 0x0F0F) << 16)
         total = cute.arch.warp_redux_sync(Int32(cute.arch.popc(taken)), "add")
         if lane == 0:
-            so.store_i32(smem + self.totals + warp * 4, total)
+            ops.store_shared_i32(smem + self.totals + warp * 4, total)
         tI = cute.make_rmem_tensor((words,), Int32)
         for w in cutlass.range_constexpr(words):
             tI[w] = tP[w]
@@ -113,7 +113,7 @@ class SelectChosen:
                 above = Int32(0)
                 for j in cutlass.range(TOP_BLOCKS, unroll=8):
                     above = above + Int32(so.load_u64(smem + self.hist + j * 8) > number)
-                so.store_i32(smem + self.chosen + above * 4, so.number_index(number))
+                ops.store_shared_i32(smem + self.chosen + above * 4, so.number_index(number))
             cute.arch.sync_threads()
             self.output_all(smem, out, seen, expand, tid)
 

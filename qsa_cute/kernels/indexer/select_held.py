@@ -114,7 +114,7 @@ class SelectHeld(SelectChosen, Select):
             self.leave()
             if rank == 0:
                 for i in cutlass.range(tid, visible, self.threads, unroll=1):
-                    so.store_i32(smem + self.chosen + i * 4, i)
+                    ops.store_shared_i32(smem + self.chosen + i * 4, i)
                 cute.arch.sync_threads()
                 self.output(smem, out, visible, seen, expand, tid)
         else:
@@ -130,9 +130,9 @@ class SelectHeld(SelectChosen, Select):
             cute.arch.cluster_arrive_relaxed()  # shared memory of a peer may be written once it runs
         self.zero_bins(smem, tid)
         for i in cutlass.range(tid, self.ranks * FEW, self.threads, unroll=1):
-            so.store_u64(smem + self.few + i * 8, Uint64(0))
+            ops.store_shared_64(smem + self.few + i * 8, Uint64(0))
         if tid < 16:
-            so.store_i32(smem + self.shares + tid * 4, Int32(0))
+            ops.store_shared_i32(smem + self.shares + tid * 4, Int32(0))
 
     @cute.jit
     def read(self, tV: cute.Tensor, logits: Int64, origin: Int32, reach: Int32, tid: Int32):
@@ -299,7 +299,7 @@ class SelectHeld(SelectChosen, Select):
             mine = mine + tC[i]
         before = self.warp_prefix(mine)
         if lane == 31:
-            so.store_i32(smem + self.totals + warp * 4, before + mine)
+            ops.store_shared_i32(smem + self.totals + warp * 4, before + mine)
         cute.arch.sync_threads()
         other = Int32(0)
         if lane < warp:
@@ -316,9 +316,9 @@ class SelectHeld(SelectChosen, Select):
                     above = before
                     count = tC[i]
                 before = before + tC[i]
-            so.store_i32(smem + self.words, place)
-            so.store_i32(smem + self.words + 4, above)
-            so.store_i32(smem + self.words + 8, count)
+            ops.store_shared_i32(smem + self.words, place)
+            ops.store_shared_i32(smem + self.words + 4, above)
+            ops.store_shared_i32(smem + self.words + 8, count)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -388,8 +388,8 @@ class SelectHeld(SelectChosen, Select):
         lane = tid % 32
         self.clear(smem, tid)
         if tid == 0:
-            so.store_i32(smem + self.words + 16, Int32(-1))
-            so.store_i32(smem + self.words + 20, Int32(0))
+            ops.store_shared_i32(smem + self.words + 16, Int32(-1))
+            ops.store_shared_i32(smem + self.words + 20, Int32(0))
         self.sync_all()
         lowest = Uint32(NONE)
         highest = Uint32(0)
@@ -454,6 +454,6 @@ class SelectHeld(SelectChosen, Select):
     def zero_bins(self, smem: Int32, tid: Int32):
         for i in cutlass.range_constexpr(BINS // 2 // self.scanners):
             if cutlass.const_expr(self.scanners == self.threads):
-                so.store_u64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
+                ops.store_shared_64(smem + self.hist + (tid + i * self.threads) * 8, Uint64(0))
             elif tid < self.scanners:
-                so.store_u64(smem + self.hist + (tid + i * self.scanners) * 8, Uint64(0))
+                ops.store_shared_64(smem + self.hist + (tid + i * self.scanners) * 8, Uint64(0))

@@ -38,7 +38,7 @@ class SelectList:
             mine = mine + tC[i]
         before = self.warp_prefix(mine)
         if lane == 31:
-            so.store_i32(smem + self.totals + warp * 4, before + mine)
+            ops.store_shared_i32(smem + self.totals + warp * 4, before + mine)
         cute.arch.sync_threads()
         other = Int32(0)
         if lane < warp:
@@ -48,9 +48,9 @@ class SelectList:
             for j in cutlass.range_constexpr(per):
                 i = per - 1 - j
                 if before < need and need <= before + tC[i]:
-                    so.store_i32(smem + self.words, first + i)
-                    so.store_i32(smem + self.words + 4, before)
-                    so.store_i32(smem + self.words + 8, tC[i])
+                    ops.store_shared_i32(smem + self.words, first + i)
+                    ops.store_shared_i32(smem + self.words + 4, before)
+                    ops.store_shared_i32(smem + self.words + 8, tC[i])
                 before = before + tC[i]
         cute.arch.sync_threads()
 
@@ -72,7 +72,7 @@ class SelectList:
             cute.arch.sync_threads()
             self.scan(smem, hist, "shared", need, tid)
             for i in cutlass.range_constexpr(BINS // self.threads):
-                so.store_i32(hist + (tid + i * self.threads) * 4, Int32(0))
+                ops.store_shared_i32(hist + (tid + i * self.threads) * 4, Int32(0))
             low = low + (Uint64(so.load_u32(smem + self.words)) << Uint64(width))
             need = need - so.load_i32(smem + self.words + 4)
             inside = so.load_i32(smem + self.words + 8)
@@ -92,13 +92,13 @@ class SelectList:
     ) -> Uint64:
         """The need-th largest of the `inside` numbers in [low, low + 2^width)."""
         if tid == 0:
-            so.store_i32(smem + self.words + 16, Int32(0))
+            ops.store_shared_i32(smem + self.words + 16, Int32(0))
         cute.arch.sync_threads()
         for i in cutlass.range(tid, length, self.threads, unroll=1):
             number = so.load_u64(smem + i * 8)
             if number >= low and ((number - low) >> Uint64(width)) == 0:
                 at = so.atomic_add(smem + self.words + 16, Int32(1), "shared")
-                so.store_u64(smem + self.few + at * 8, number)
+                ops.store_shared_64(smem + self.few + at * 8, number)
         cute.arch.sync_threads()
         if tid < inside:
             number = so.load_u64(smem + self.few + tid * 8)
@@ -106,7 +106,7 @@ class SelectList:
             for i in cutlass.range(inside, unroll=1):
                 above = above + Int32(so.load_u64(smem + self.few + i * 8) > number)
             if above == need:
-                so.store_u64(smem + self.result, number)
+                ops.store_shared_64(smem + self.result, number)
         cute.arch.sync_threads()
         return so.load_u64(smem + self.result)
 
@@ -117,7 +117,7 @@ class SelectList:
         least = Uint64(0)
         if length >= TOP_BLOCKS and length <= self.list_size:
             for i in cutlass.range(tid, length, self.threads, unroll=1):
-                so.store_u64(smem + i * 8, so.candidate(smem + i * 8))
+                ops.store_shared_64(smem + i * 8, so.candidate(smem + i * 8))
             top = so.load_u32(smem + self.words + 20)
             least = self.threshold(smem, length, Uint64(bound) << 32, (Uint64(top) << 32) | Uint64(NONE), tid)
         else:
@@ -133,7 +133,7 @@ class SelectList:
         shift = Int32((logits % 16) // 4)
         cute.arch.sync_threads()
         if tid == 0:
-            so.store_i32(smem + self.words + 12, Int32(0))
+            ops.store_shared_i32(smem + self.words + 12, Int32(0))
         cute.arch.sync_threads()
         least = Uint64(0)  # numbers below it are not among the best 512
         length = Int32(0)
@@ -170,7 +170,7 @@ class SelectList:
         base = cute.arch.shuffle_sync(base, offset=0)
         if wanted:
             at = base + cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
-            so.store_u64(smem + at * 8, number)
+            ops.store_shared_64(smem + at * 8, number)
 
     @cute.jit
     def cut(self, smem: Int32, length: Int32, least: Uint64, tid: Int32):
@@ -183,12 +183,12 @@ class SelectList:
                 tN[i] = so.load_u64(smem + (tid + i * self.threads) * 8)
         cute.arch.sync_threads()
         if tid == 0:
-            so.store_i32(smem + self.words + 12, Int32(0))
+            ops.store_shared_i32(smem + self.words + 12, Int32(0))
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(own):
             if tid + i * self.threads < length and tN[i] >= least:
                 at = so.atomic_add(smem + self.words + 12, Int32(1), "shared")
-                so.store_u64(smem + at * 8, tN[i])
+                ops.store_shared_64(smem + at * 8, tN[i])
         cute.arch.sync_threads()
 
     # ---- the chosen ----------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class SelectList:
             words = (cutlass.min(visible - window, Int32(WINDOW)) + 31) // 32
             per = (words + self.threads - 1) // self.threads
             for i in cutlass.range(tid, per * self.threads, self.threads, unroll=1):
-                so.store_i32(bitmap + i * 4, Int32(0))
+                ops.store_shared_i32(bitmap + i * 4, Int32(0))
             cute.arch.sync_threads()
             for i in cutlass.range(tid, length, self.threads, unroll=1):
                 number = so.load_u64(smem + i * 8)
@@ -216,7 +216,7 @@ class SelectList:
                 mine = mine + cute.arch.popc(so.load_i32(bitmap + (tid * per + i) * 4))
             before = self.warp_prefix(mine)
             if lane == 31:
-                so.store_i32(smem + self.totals + (tid // 32) * 4, before + mine)
+                ops.store_shared_i32(smem + self.totals + (tid // 32) * 4, before + mine)
             cute.arch.sync_threads()
             total = Int32(0)
             if lane < self.warps:
@@ -228,7 +228,7 @@ class SelectList:
                     bits = so.load_i32(bitmap + (tid * per + i) * 4)
                     while bits != 0:
                         lowest = 31 - Int32(cute.arch.clz(bits & -bits))
-                        so.store_i32(at, window + (tid * per + i) * 32 + lowest)
+                        ops.store_shared_i32(at, window + (tid * per + i) * 32 + lowest)
                         at = at + 4
                         bits = bits & (bits - 1)
             done = done + cute.arch.warp_redux_sync(total, "add")
@@ -240,20 +240,20 @@ class SelectList:
         best = smem + self.hist_a
         cute.arch.sync_threads()
         if tid == 0:
-            so.store_i32(smem + self.words + 16, Int32(0))
+            ops.store_shared_i32(smem + self.words + 16, Int32(0))
         cute.arch.sync_threads()
         for i in cutlass.range(tid, length, self.threads, unroll=1):
             number = so.load_u64(smem + i * 8)
             if number >= least:
                 at = so.atomic_add(smem + self.words + 16, Int32(1), "shared")
-                so.store_u64(best + at * 8, number)
+                ops.store_shared_64(best + at * 8, number)
         cute.arch.sync_threads()
         for i in cutlass.range(tid, TOP_BLOCKS, self.threads, unroll=1):
             number = so.load_u64(best + i * 8)
             above = Int32(0)
             for j in cutlass.range(TOP_BLOCKS, unroll=8):
                 above = above + Int32(so.load_u64(best + j * 8) > number)
-            so.store_i32(smem + self.chosen + above * 4, so.number_index(number))
+            ops.store_shared_i32(smem + self.chosen + above * 4, so.number_index(number))
         cute.arch.sync_threads()
 
     @cute.jit

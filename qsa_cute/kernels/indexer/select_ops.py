@@ -110,16 +110,8 @@ def load_i32(addr: Int32, space: str = "shared") -> Int32:
     return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[addr])
 
 
-def store_i32(addr: Int32, value: Int32) -> None:
-    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
-
-
 def store_u32x2(addr: Int32, v0: Uint32, v1: Uint32, space: str) -> None:
     cute.arch.inline_ptx(f"st.{space}.v2.b32 [{{$r0}}], {{{{$r1}}, {{$r2}}}};", read_only_args=[addr, v0, v1])
-
-
-def store_u64(addr: Int32, value: Uint64) -> None:
-    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
 def store_u64_at(addr: Int32, value: Uint64, space: str) -> None:

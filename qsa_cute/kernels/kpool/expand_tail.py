@@ -283,12 +283,8 @@ def store_columns(out: Int64, column: Int32, columns: Int32, values: tuple):
     """Columns column .. column + 3 of a row: at once where all exist."""
     at = out + Int64(column) * 4
     if column >= 0 and column + 3 < columns:
-        store_i32x4(at, values)
+        ops.store_global_i32x4(at, values)
     else:
         for i in cutlass.range_constexpr(4):
             if column + i >= 0 and column + i < columns:
                 ops.store_global_i32(at + 4 * i, values[i])
-
-
-def store_i32x4(addr: Int64, v: tuple) -> None:
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])

@@ -56,12 +56,6 @@ def load_index(wanted: Int32, addr: Int64, words: Int32) -> Int32:
 # ---- arithmetic --------------------------------------------------------------------------------------
 
 
-def fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-    )
-
-
 def maximum(a: Float32, b: Float32) -> Float32:
     """The larger; the other one where one is NaN."""
     return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
@@ -74,10 +68,6 @@ def exp2(a: Float32) -> Float32:
 def divide(a: Float32, b: Float32) -> Float32:
     """To 2 ulp over the full range."""
     return cute.arch.inline_ptx("div.full.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
-
-
-def divide_exact(a: Float32, b: Float32) -> Float32:
-    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 def as_int(a: Float32) -> Int32:
@@ -133,7 +123,7 @@ def weighted_sum(keys: list, scores: list) -> list:
         for j in range(len(keys)):
             weight = exp2((scores[j][d] - most) * Float32(ops.LOG2_E))
             weights = weights + weight
-            total = fma(keys[j][d], weight, total)
+            total = ops.fma(keys[j][d], weight, total)
         sums.append(divide(total, weights))
     return sums
 
@@ -162,7 +152,7 @@ def hadamard(x: list, bits: tuple, lane: Int32) -> list:
             upper = (lane // offset) % 2
             sign = (1 - 2 * upper).to(Float32)
             for i in range(len(x)):
-                x[i] = fma(x[i], sign, cute.arch.shuffle_sync_bfly(x[i], offset=offset))
+                x[i] = ops.fma(x[i], sign, cute.arch.shuffle_sync_bfly(x[i], offset=offset))
     return [value * Float32(HADAMARD_SCALE) for value in x]
 
 
@@ -204,7 +194,7 @@ def quantise(words: tuple, lanes: cutlass.Constexpr[int], round_scale: Int32):
     result = (scale, *pack_e4m3([value * inverse for value in x]))
     if round_scale == 0:
         exact = most * Float32(FP8_MAX_INVERSE)
-        result = (exact, *pack_e4m3([divide_exact(value, exact) for value in x]))
+        result = (exact, *pack_e4m3([ops.divide(value, exact) for value in x]))
     return result
 
 

@@ -268,9 +268,9 @@ class Scores:
     def segment(self, work: tuple, remaining: Int32, lane: Int32):
         """(first row, row past the last, request, pools seen, steps, what remains) of the next request's rows."""
         _, count, request, visible, begin, end = work
-        first = trailing_zeros(remaining)
+        first = ops.count_trailing_zeros(remaining)
         remaining = remaining & (remaining - 1)
-        last = trailing_zeros(remaining) if remaining != 0 else count
+        last = ops.count_trailing_zeros(remaining) if remaining != 0 else count
         own = visible if lane >= first and lane < last else Int32(0)
         for step in cutlass.range_constexpr(5):
             own = cutlass.max(own, cute.arch.shuffle_sync_bfly(own, offset=16 >> step))
@@ -537,20 +537,13 @@ class Scores:
                 total = Float32(0.0)
                 for h in cutlass.range_constexpr(KPOOL_HEADS):
                     score = S[4 * (16 * u + h // 2) + 2 * e + h % 2]
-                    total = po.fma(W[KPOOL_HEADS * u + h], po.maximum(score, Float32(0.0)), total)
+                    total = ops.fma(W[KPOOL_HEADS * u + h], po.maximum(score, Float32(0.0)), total)
                 values.append(total * scale[e])
             to = at + row_bytes * (4 * u)
             if column + 1 < limits[u]:
                 ops.store_global_f32x2(to, values[0], values[1])
             elif column < limits[u]:
                 ops.store_global_f32(to, values[0])
-
-
-def trailing_zeros(word: Int32) -> Int32:
-    """Place of the lowest set bit; 32 for 0."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", write_only_types=[Int32], read_only_args=[word]
-    )
 
 
 def cp_async_4(dst: Int32, src: Int64, size: Int32) -> None:

@@ -24,7 +24,6 @@ from qsa_cute.kernels.metrale.vectors import (
     PIECE,
     WARPS,
     VectorNorm,
-    divide,
     frequency_bytes,
     store_shared_f32x4,
 )
@@ -117,6 +116,6 @@ class BlockPool(VectorNorm):
             high = rn.unpack_2(self.dtype, words[1])
             a, b, c, d = rn.add(a, low[0]), rn.add(b, low[1]), rn.add(c, high[0]), rn.add(d, high[1])
         count = Float32(ratio)
-        first = rn.unpack_2(self.dtype, ops.pack_2(self.dtype, divide(a, count), divide(b, count)))
-        last = rn.unpack_2(self.dtype, ops.pack_2(self.dtype, divide(c, count), divide(d, count)))
+        first = rn.unpack_2(self.dtype, ops.pack_2(self.dtype, ops.divide(a, count), ops.divide(b, count)))
+        last = rn.unpack_2(self.dtype, ops.pack_2(self.dtype, ops.divide(c, count), ops.divide(d, count)))
         return first[0], first[1], last[0], last[1]

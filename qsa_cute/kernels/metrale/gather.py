@@ -42,10 +42,6 @@ def load_global_i32x4(addr: Int64) -> tuple:
     )
 
 
-def store_global_i32x4(addr: Int64, v: tuple) -> None:
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
-
-
 class Gather:
     early_launch = early.SUPPORTED
 
@@ -117,5 +113,5 @@ class Gather:
                 source = ((Int64(page) * block_size + place) * row_chunks + chunk) * 16
                 k = load_global_i32x4(k_cache.toint() + source)
                 v = load_global_i32x4(v_cache.toint() + source)
-                store_global_i32x4(k_out.toint() + Int64(at) * 16, k)
-                store_global_i32x4(v_out.toint() + Int64(at) * 16, v)
+                ops.store_global_i32x4(k_out.toint() + Int64(at) * 16, k)
+                ops.store_global_i32x4(v_out.toint() + Int64(at) * 16, v)

@@ -24,8 +24,6 @@ from qsa_cute.kernels.metrale.scores import (
     PIECE,
     QUERY_BYTES,
     QUERY_CHUNKS,
-    fma,
-    load_shared_i32x4,
 )
 
 PARAMS = (
@@ -156,7 +154,7 @@ class Score:
         sQ = sQ + lane // WARP_BLOCKS * (LANE_HEADS * QUERY_BYTES)
         for j in cutlass.range_constexpr(GROUP_CHUNKS):
             c = g * GROUP_CHUNKS + j
-            words = load_shared_i32x4(sK + row * KEY_BYTES + (c ^ (row % 8)) * 16)
+            words = ops.load_shared_i32x4(sK + row * KEY_BYTES + (c ^ (row % 8)) * 16)
             k = []
             for i in cutlass.range_constexpr(4):
                 k = k + list(rn.unpack_2(self.dtype, words[i]))
@@ -164,9 +162,9 @@ class Score:
                 low = ops.load_shared_f32x4(sQ + h * QUERY_BYTES + c * 32)
                 high = ops.load_shared_f32x4(sQ + h * QUERY_BYTES + c * 32 + 16)
                 for i in cutlass.range_constexpr(4):
-                    acc[h] = fma(low[i], k[i], acc[h])
+                    acc[h] = ops.fma(low[i], k[i], acc[h])
                 for i in cutlass.range_constexpr(4):
-                    acc[h] = fma(high[i], k[4 + i], acc[h])
+                    acc[h] = ops.fma(high[i], k[4 + i], acc[h])
 
     @cute.jit
     def add_heads(self, total: Float32, acc: cute.Tensor, lane: Int32) -> Float32:

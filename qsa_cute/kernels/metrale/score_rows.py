@@ -28,8 +28,6 @@ from qsa_cute.kernels.metrale.scores import (
     QUERY_BYTES,
     QUERY_CHUNKS,
     complete_blocks,
-    fma,
-    load_shared_i32x2,
 )
 
 PARAMS = (
@@ -209,7 +207,7 @@ class ScoreRows:
         k = []
         for j in cutlass.range_constexpr(BLOCKS):
             if cutlass.const_expr(self.dims == 4):
-                words = load_shared_i32x2(k_at + j * KEY_BYTES)
+                words = ops.load_shared_i32x2(k_at + j * KEY_BYTES)
                 k = k + [rn.unpack_2(self.dtype, words[0]) + rn.unpack_2(self.dtype, words[1])]
             else:
                 k = k + [rn.unpack_2(self.dtype, ops.load_shared_i32(k_at + j * KEY_BYTES))]
@@ -221,7 +219,7 @@ class ScoreRows:
             for i in cutlass.range_constexpr(self.dims):
                 for j in cutlass.range_constexpr(BLOCKS):
                     at = line * BLOCKS + j
-                    acc[at] = fma(query[i], k[j][i], acc[at])
+                    acc[at] = ops.fma(query[i], k[j][i], acc[at])
 
     @cute.jit
     def store(

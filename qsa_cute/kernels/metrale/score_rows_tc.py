@@ -46,10 +46,6 @@ def load_global_f32x4(addr: Int64) -> tuple:
     )
 
 
-def store_shared_i32x4(addr: Int32, v) -> None:
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
-
-
 @dataclass(frozen=True)
 class MaskedTile(RowTile):
     """Rows of which each sees the blocks complete at its position, at a run-time ratio; the others score -inf."""
@@ -213,8 +209,8 @@ class ScoreRowsTc(ScoresPrefill):
             at = q_rows(8 * i, lane_row)
             high, low = split_query(self.dtype, tile, linear // INDEX_HEADS, linear % INDEX_HEADS, chunk)
             dst = sQ + at * ROW_BYTES + (chunk ^ (at % 8)) * 16
-            store_shared_i32x4(dst, high)
-            store_shared_i32x4(dst + self.term, low)
+            ops.store_shared_i32x4(dst, high)
+            ops.store_shared_i32x4(dst + self.term, low)
 
     @cute.jit
     def score_terms(self, sQ: Int32, sK: Int32, tile: MaskedTile, column: Int32, tid: Int32):
@@ -236,8 +232,8 @@ class ScoreRowsTc(ScoresPrefill):
                 for n in cutlass.range_constexpr(4):
                     b = ops.ldmatrix_x4(sQ + term * self.term + (b_row + 16 * n) * ROW_BYTES + b_chunk * 16)
                     for half in cutlass.range_constexpr(2):
-                        self.mma(acc, 4 * (2 * n + half), a0, (b[2 * half], b[2 * half + 1]))
-                        self.mma(acc, 32 + 4 * (2 * n + half), a1, (b[2 * half], b[2 * half + 1]))
+                        ops.add_mma_16816(self.dtype, acc, 4 * (2 * n + half), a0, (b[2 * half], b[2 * half + 1]))
+                        ops.add_mma_16816(self.dtype, acc, 32 + 4 * (2 * n + half), a1, (b[2 * half], b[2 * half + 1]))
         self.store_tile(acc, tile, rows + lane % 4, column + keys + (lane // 4) * 4, column)
 
     @cute.jit

@@ -22,7 +22,7 @@ from qsa_cute.kernels.indexer.scores_ops import ROW_BYTES, q_rows
 from qsa_cute.kernels.indexer.scores_prefill import TILE
 from qsa_cute.kernels.indexer.scores_prefill_wgmma import HALF, LAST, PRODUCER, TURN, ScoresPrefillWgmma
 from qsa_cute.kernels.metrale.score_rows_tc import PARAMS as TC_PARAMS
-from qsa_cute.kernels.metrale.score_rows_tc import MaskedTile, locate, mask_rest, split_query, store_shared_i32x4
+from qsa_cute.kernels.metrale.score_rows_tc import MaskedTile, locate, mask_rest, split_query
 
 PARAMS = TC_PARAMS
 
@@ -125,8 +125,8 @@ class ScoreRowsTcWgmma(ScoresPrefillWgmma):
             high, low = split_query(self.dtype, tile, row0 + linear // INDEX_HEADS, linear % INDEX_HEADS, chunk)
             at = q_rows(8 * i, lane_row)
             dst = sQ + ((chunk // 8) * GROUP_COLUMNS + at) * HALF + ((chunk % 8) ^ (at % 8)) * 16
-            store_shared_i32x4(dst, high)
-            store_shared_i32x4(dst + TERM_BYTES, low)
+            ops.store_shared_i32x4(dst, high)
+            ops.store_shared_i32x4(dst + TERM_BYTES, low)
 
     @cute.jit
     def consume_terms(

@@ -8,7 +8,7 @@ Queries are FP32, keys of the variant's type; heads go four at a time, dims 128 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 HEADS = 4  # heads a pass
 PIECE = 128  # dims a pass
@@ -16,24 +16,6 @@ KEY_BYTES = PIECE * 2
 KEY_CHUNKS = KEY_BYTES // 16
 QUERY_BYTES = PIECE * 4
 QUERY_CHUNKS = QUERY_BYTES // 16
-
-
-def fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-    )
-
-
-def load_shared_i32x2(addr: Int32) -> tuple:
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[addr]
-    )
-
-
-def load_shared_i32x4(addr: Int32) -> tuple:
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[addr]
-    )
 
 
 @cute.jit

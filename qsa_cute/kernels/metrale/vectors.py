@@ -35,10 +35,6 @@ def multiply_high(a: Int64, b: Int64) -> Int64:
     return cute.arch.inline_ptx("mul.hi.u64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[a, b])
 
 
-def divide(a: Float32, b: Float32) -> Float32:
-    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
-
-
 def cosine(a: Float32) -> Float32:
     """Within 2^-20 for |a| <= pi."""
     return cute.arch.inline_ptx("cos.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a])
@@ -50,10 +46,6 @@ def sine(a: Float32) -> Float32:
 
 def load_shared_i64(addr: Int32) -> Int64:
     return cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
-
-
-def store_shared_i64(addr: Int32, value: Int64) -> None:
-    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
 def store_shared_f32x4(addr: Int32, v: tuple) -> None:
@@ -80,7 +72,7 @@ class VectorNorm:
                     power = multiply_high(power, square)
                 square = multiply_high(square, square)
                 left = left // 2
-            store_shared_i64(smem + i * 8, multiply_high(power, Int64(INVERSE_TURN)))
+            ops.store_shared_64(smem + i * 8, multiply_high(power, Int64(INVERSE_TURN)))
         cute.arch.sync_threads()
 
     @cute.jit
@@ -104,7 +96,7 @@ class VectorNorm:
         """
         for step in cutlass.range_constexpr(5):
             squares = rn.add(squares, cute.arch.shuffle_sync_bfly(squares, offset=16 >> step))
-        factor = rn.inverse_root(rn.add(divide(squares, Float32(hd)), eps))
+        factor = rn.inverse_root(rn.add(ops.divide(squares, Float32(hd)), eps))
         for d in cutlass.range(lane * LANE_DIMS, hd, PIECE, unroll=1):
             x = ops.load_shared_f32x4(row + d * 4)
             words = rn.load_i32x2_if(Int32(1), weight + Int64(d) * 2)

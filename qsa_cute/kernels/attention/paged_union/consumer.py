@@ -6,10 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention import union_consumer, union_ops, union_steps
+from qsa_cute.kernels.attention import union_consumer, union_steps
 from qsa_cute.kernels.attention.paged_union.tile import PagedUnionTile
 from qsa_cute.kernels.attention.union_consumer import Thread
 from qsa_cute.kernels.attention.union_steps import Heads
+from qsa_cute.kernels.common import ops
 
 
 @dataclass(frozen=True)
@@ -54,4 +55,4 @@ class UnionConsumer(PagedUnionTile, union_consumer.UnionConsumer):
             at = gate.at + Int64(tile // tiles.per_sequence) * gate.batch * 2
             at = at + (Int64(row) * gate.row + Int64(head) * gate.head) * 2 + Int64(tid % 2) * self.head_dim
             for line in cutlass.range_constexpr(self.head_dim // 128):
-                union_ops.prefetch_l2(at + line * 128)
+                ops.prefetch_l2(at + line * 128)

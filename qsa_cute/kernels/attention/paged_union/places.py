@@ -133,7 +133,7 @@ class UnionPlaces(BlockScan):
                     if n_b < limit:
                         place = (chunks.ns + 2 * (n_b // self.blocks) + 1) * self.blocks + n_b % self.blocks
                     n_b = n_b + 1
-                self.put_block(chunks, place, at * 32 + union_ops.count_trailing_zeros(bit))
+                self.put_block(chunks, place, at * 32 + ops.count_trailing_zeros(bit))
 
     @cute.jit
     def put_block(self, chunks: Chunks, place: Int32, block: Int32):

@@ -275,10 +275,10 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
         for j in cutlass.range_constexpr(16 // at_once):
             to = at + j * at_once * 128 + (swizzled ^ (j * at_once % 8 * 16))
             words = []
-            for word in union_ops.load_shared_i32x4(to):
+            for word in ops.load_shared_i32x4(to):
                 low, high = unpack_2("bf16", word)
                 words.append(ops.pack_2("fp16", low, high))
-            union_ops.store_shared_i32x4(to, tuple(words))
+            ops.store_shared_i32x4(to, tuple(words))
 
     @cute.jit
     def factors(self, out: Output):

@@ -442,7 +442,7 @@ class UnionPrepare(UnionLists, UnionPlaces):
         if tid % 32 == 0:
             for i in cutlass.range_constexpr(union_ops.TENSOR_MAP_BYTES // 8):
                 word = v_map[i] if warp == 1 else k_map[i]
-                union_ops.store_shared_i64(at + i * 8, v_token_map[i] if warp == 2 else word)
+                ops.store_shared_64(at + i * 8, v_token_map[i] if warp == 2 else word)
         cute.arch.sync_warp()
         union_ops.publish_tensor_map(maps + Int64(warp * union_ops.TENSOR_MAP_BYTES), at)
 
@@ -459,9 +459,9 @@ class UnionPrepare(UnionLists, UnionPlaces):
         other_high = cute.arch.vote_ballot_sync((lane + 32 < rows) & (high != request))
         cut = rows
         if other_low != 0:
-            cut = union_ops.count_trailing_zeros(other_low)
+            cut = ops.count_trailing_zeros(other_low)
         elif other_high != 0:
-            cut = 32 + union_ops.count_trailing_zeros(other_high)
+            cut = 32 + ops.count_trailing_zeros(other_high)
         from_low = cute.arch.shuffle_sync(low, offset=cutlass.min(cut, Int32(31)))
         from_high = cute.arch.shuffle_sync(high, offset=cutlass.min(cutlass.max(cut - 32, Int32(0)), Int32(31)))
         request2 = from_low if cut < 32 else from_high

@@ -16,7 +16,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.fp8_rows import Fp8RowGather
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowOutput, Share, TokenSource
 from qsa_cute.kernels.attention.union_rows import RowList, UnionRows
@@ -271,7 +270,7 @@ class UnionRowsPaged(Fp8RowGather, UnionRows):
             )
             marked = cute.arch.vote_ballot_sync(mark != 0)
             while marked != 0:
-                unit = first + union_ops.count_trailing_zeros(marked) * step
+                unit = first + ops.count_trailing_zeros(marked) * step
                 # Every thread writes the same; the loop's last barrier lies between the reads and the next writes.
                 ops.store_shared_i32x2(smem + self.at["place"], unit, marked & (marked - 1))
                 kv_head = unit % num_kv_heads
@@ -356,9 +355,5 @@ class UnionRowsPaged(Fp8RowGather, UnionRows):
                     if gated != 0:
                         low, high = unpack_2(self.dtype, word)
                         gates = unpack_2(self.dtype, ops.load_global_i32(gate + 16 * n))
-                        word = ops.pack_2(self.dtype, low * self.sigmoid(gates[0]), high * self.sigmoid(gates[1]))
+                        word = ops.pack_2(self.dtype, low * ops.sigmoid(gates[0]), high * ops.sigmoid(gates[1]))
                     ops.store_global_i32(at + 16 * n, word)
-
-    @cute.jit
-    def sigmoid(self, x: Float32) -> Float32:
-        return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * (-ops.LOG2_E), fastmath=True))

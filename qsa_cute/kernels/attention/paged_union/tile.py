@@ -58,7 +58,7 @@ class PagedUnionTile(UnionTile):
                 if gated != 0:
                     v = self.gate(v, gates[k])
                 if pair < live:
-                    union_ops.store_i32x4(at + k * 64, v)
+                    ops.store_global_i32x4(at + k * 64, v)
             if pair < live and lane % 4 == 0 and lse != 0:
                 value = -Float32.inf
                 if tSum[j] > 0.0:
@@ -72,9 +72,5 @@ class PagedUnionTile(UnionTile):
         for i in cutlass.range_constexpr(4):
             low, high = unpack_2(self.dtype, v[i])
             gate_low, gate_high = unpack_2(self.dtype, gates[i])
-            found.append(ops.pack_2(self.dtype, low * self.sigmoid(gate_low), high * self.sigmoid(gate_high)))
+            found.append(ops.pack_2(self.dtype, low * ops.sigmoid(gate_low), high * ops.sigmoid(gate_high)))
         return found[0], found[1], found[2], found[3]
-
-    @cute.jit
-    def sigmoid(self, x: Float32) -> Float32:
-        return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * (-ops.LOG2_E), fastmath=True))

@@ -138,8 +138,8 @@ class WideningGather:
         halves = self.boxes // 2
         to = unit // halves * (4 * BOX_BYTES) + unit % halves * (2 * self.tile * 128)
         w = [ops.e4m3_to_half(u[4 * unit + i]) for i in range(4)]
-        union_ops.store_shared_i32x4(dst + to, (*w[0], *w[1]))
-        union_ops.store_shared_i32x4(dst_odd + to, (*w[2], *w[3]))
+        ops.store_shared_i32x4(dst + to, (*w[0], *w[1]))
+        ops.store_shared_i32x4(dst_odd + to, (*w[2], *w[3]))
 
     @cute.jit
     def load_masks(self, tiles: Tiles, tile: Int32, chunk: Int32, ring: Int32, sMasks: Int32, full: cute.Pointer):
