@@ -35,8 +35,8 @@ from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.union_consumer import Output, UnionConsumer, consumer_thread
-from qsa_cute.kernels.attention.union_steps import BOX_BYTES, BOX_COLUMNS, STAGES, Heads, Tiles
-from qsa_cute.kernels.attention.union_tile import PAIRS
+from qsa_cute.kernels.attention.union_gather import UnionGather
+from qsa_cute.kernels.attention.union_steps import BOX_COLUMNS, Heads, Tiles
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -70,7 +70,7 @@ PARAMS = (
 GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
 
 
-class UnionPrefill(UnionConsumer):
+class UnionPrefill(UnionGather, UnionConsumer):
     early_launch = True
 
     @cute.jit
@@ -198,69 +198,26 @@ class UnionPrefill(UnionConsumer):
 
     # ---- gather --------------------------------------------------------------------------------------
 
-    @cute.jit
-    def gather(self, tiles: Tiles, maps: Int64, sK: Int32, sV: Int32, sMasks: Int32, bars, warp: Int32):
-        """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
-        k_full, k_empty, v_full, v_empty = bars
-        if cute.arch.lane_idx() == 0:
-            block, _, _ = cute.arch.block_idx()
-            step, _, _ = cute.arch.grid_dim()
-            sK = sK + warp * BOX_BYTES
-            sV = sV + warp * BOX_BYTES
-            ring = Int32(0)
-            item, ns, pairs = self.find_item(tiles, block)
-            while item < tiles.num_tiles * tiles.num_kv_heads:
-                tile, kv_head = self.place(tiles, item)
-                k_map = maps + Int64(tile // tiles.per_sequence) * (2 * union_ops.TENSOR_MAP_BYTES)
-                v_map = k_map + union_ops.TENSOR_MAP_BYTES
-                union_ops.acquire_tensor_map(k_map)
-                union_ops.acquire_tensor_map(v_map)
-                at = tiles.entries + Int64(tile) * Int64(tiles.max_chunks) * (self.blocks * 4) + Int64(warp * 4)
-                total = ns + 2 * pairs
-                for c in cutlass.range(total + 1, unroll=1):
-                    if c < total:
-                        k_at = at + Int64(c) * (self.blocks * 4)
-                        self.fill(k_map, k_at, kv_head, sK, k_full, k_empty, ring + c, c - ns)
-                        if warp == 0:
-                            size = tiles.mask_rows * 4
-                            full = k_full + self.full_barrier(ring + c, c - ns)
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                            src = tiles.masks + (Int64(tile) * Int64(tiles.max_chunks) + Int64(c)) * Int64(size)
-                            union_ops.bulk_load(sMasks + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint()))
-                    if c > 0:
-                        v_at = at + Int64(c - 1) * (self.blocks * 4)
-                        self.fill(v_map, v_at, kv_head, sV, v_full, v_empty, ring + c - 1, c - 1 - ns)
-                ring = ring + total
-                item, ns, pairs = self.find_item(tiles, item + step)
+    def find_maps(self, tiles: Tiles, maps: Int64, tile: Int32):
+        """K's and V's map of the tile's sequence."""
+        k_map = maps + Int64(tile // tiles.per_sequence) * (2 * union_ops.TENSOR_MAP_BYTES)
+        v_map = k_map + union_ops.TENSOR_MAP_BYTES
+        union_ops.acquire_tensor_map(k_map)
+        union_ops.acquire_tensor_map(v_map)
+        return k_map, v_map
 
     @cute.jit
-    def fill(
+    def copy_block(
         self,
+        tiles: Tiles,
         tensor_map: Int64,
-        entries: Int64,
+        plane: cutlass.Constexpr[int],
+        token: Int32,
+        dst: Int32,
         kv_head: Int32,
-        slots: Int32,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        ring: Int32,
-        exclusive: Int32,
+        barrier: Int32,
     ):
-        """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
-        t = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
-        slot = ring % STAGES
-        cute.arch.mbarrier_wait(empty + slot, (ring // STAGES + 1) % 2)
-        if exclusive >= 0:  # in the stead of a warp of the warpgroup that skips the chunk
-            cute.arch.mbarrier_arrive(empty + slot)
-        barrier = full + self.full_barrier(ring, exclusive)
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.warp_blocks * self.boxes * BOX_BYTES)
-        dst = slots + slot * self.slot_bytes
-        for j in cutlass.range_constexpr(self.warp_blocks):
-            for c in cutlass.range_constexpr(self.boxes):
-                union_ops.tma_load_3d(
-                    dst + (j * 4 * BOX_BYTES + c * (self.tile * 128)),
-                    tensor_map,
-                    Int32(c * BOX_COLUMNS),
-                    kv_head,
-                    t[j],
-                    Int32(barrier.toint()),
-                )
+        """An entry is the block's first token."""
+        for c in cutlass.range_constexpr(self.boxes):
+            at = dst + c * (self.tile * 128)
+            union_ops.tma_load_3d(at, tensor_map, Int32(c * BOX_COLUMNS), kv_head, token, barrier)

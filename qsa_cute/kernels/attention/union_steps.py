@@ -175,6 +175,14 @@ class UnionSteps(UnionTile):
             cute.arch.mbarrier_arrive(empty + ring % 2)
 
     @cute.jit
+    def load_masks(self, tiles: Tiles, tile: Int32, chunk: Int32, ring: Int32, sMasks: Int32, full: cute.Pointer):
+        """The chunk's mask words; they complete on K's barrier."""
+        size = tiles.mask_rows * 4
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        src = tiles.masks + (Int64(tile) * Int64(tiles.max_chunks) + Int64(chunk)) * Int64(size)
+        union_ops.bulk_load(sMasks + ring % STAGES * (PAIRS * 4), src, size, Int32(full.toint()))
+
+    @cute.jit
     def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
         """Start copying the warp's 16 pairs of the item's Q; pairs past the tile or the sequence become zeros."""
         tile, kv_head = self.place(tiles, item)

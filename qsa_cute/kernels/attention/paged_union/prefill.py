@@ -42,8 +42,8 @@ from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.paged_union.consumer import Output, Tiles, UnionConsumer
 from qsa_cute.kernels.attention.union_consumer import consumer_thread
-from qsa_cute.kernels.attention.union_steps import BOX_BYTES, BOX_COLUMNS, STAGES, Heads
-from qsa_cute.kernels.attention.union_tile import PAIRS
+from qsa_cute.kernels.attention.union_gather import UnionGather
+from qsa_cute.kernels.attention.union_steps import BOX_COLUMNS, Heads
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -82,7 +82,7 @@ PARAMS = (
 GATHER_REGISTERS, CONSUMER_REGISTERS = 32, 232  # 128 * 32 + 256 * 232 <= 65536
 
 
-class UnionPrefill(UnionConsumer):
+class UnionPrefill(UnionGather, UnionConsumer):
     early_launch = True
 
     @cute.jit
@@ -232,77 +232,38 @@ class UnionPrefill(UnionConsumer):
     # ---- gather --------------------------------------------------------------------------------------
 
     @cute.jit
-    def gather(self, tiles: Tiles, maps: Int64, sK: Int32, sV: Int32, sMasks: Int32, bars, warp: Int32):
-        """Per item: K of chunk 0, then K of chunk c and V of chunk c - 1, and V of the last."""
-        k_full, k_empty, v_full, v_empty = bars
-        if cute.arch.lane_idx() == 0:
-            block, _, _ = cute.arch.block_idx()
-            step, _, _ = cute.arch.grid_dim()
-            sK = sK + warp * BOX_BYTES
-            sV = sV + warp * BOX_BYTES
-            for i in cutlass.range_constexpr(3):
-                union_ops.acquire_tensor_map(maps + i * union_ops.TENSOR_MAP_BYTES)
-            ring = Int32(0)
-            item, ns, pairs = self.find_item(tiles, block)
-            while item < tiles.num_tiles * tiles.num_kv_heads:
-                tile, kv_head = self.place(tiles, item)
-                at = tiles.entries + Int64(tile) * Int64(tiles.max_chunks) * (self.blocks * 4) + Int64(warp * 4)
-                total = ns + 2 * pairs
-                for c in cutlass.range(total + 1, unroll=1):
-                    if c < total:
-                        k_at = at + Int64(c) * (self.blocks * 4)
-                        self.fill(maps, 0, k_at, tiles.entry_shift, kv_head, sK, k_full, k_empty, ring + c, c - ns)
-                        if warp == 0:
-                            size = tiles.mask_rows * 4
-                            full = k_full + self.full_barrier(ring + c, c - ns)
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                            src = tiles.masks + (Int64(tile) * Int64(tiles.max_chunks) + Int64(c)) * Int64(size)
-                            union_ops.bulk_load(sMasks + (ring + c) % 2 * (PAIRS * 4), src, size, Int32(full.toint()))
-                    if c > 0:
-                        v_at = at + Int64(c - 1) * (self.blocks * 4)
-                        before = ring + c - 1
-                        self.fill(maps, 1, v_at, tiles.entry_shift, kv_head, sV, v_full, v_empty, before, c - 1 - ns)
-                ring = ring + total
-                item, ns, pairs = self.find_item(tiles, item + step)
+    def acquire_maps(self, maps: Int64):
+        for i in cutlass.range_constexpr(3):
+            union_ops.acquire_tensor_map(maps + i * union_ops.TENSOR_MAP_BYTES)
+
+    def find_maps(self, tiles: Tiles, maps: Int64, tile: Int32):
+        """K's map, and V's, after which comes that of V's single tokens."""
+        return maps, maps + union_ops.TENSOR_MAP_BYTES
 
     @cute.jit
-    def fill(
+    def copy_block(
         self,
-        maps: Int64,
+        tiles: Tiles,
+        tensor_map: Int64,
         plane: cutlass.Constexpr[int],
-        entries: Int64,
-        entry_shift: Int32,
+        entry: Int32,
+        dst: Int32,
         kv_head: Int32,
-        slots: Int32,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        ring: Int32,
-        exclusive: Int32,
+        barrier: Int32,
     ):
-        """This warp's blocks of one chunk into slot ring % 2, once that is free; `exclusive` as in `full_barrier`."""
-        e = [union_ops.load_i32(entries + j * 16) for j in range(self.warp_blocks)]
-        slot = ring % STAGES
-        cute.arch.mbarrier_wait(empty + slot, (ring // STAGES + 1) % 2)
-        if exclusive >= 0:  # in the stead of a warp of the warpgroup that skips the chunk
-            cute.arch.mbarrier_arrive(empty + slot)
-        barrier = full + self.full_barrier(ring, exclusive)
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.warp_blocks * self.boxes * BOX_BYTES)
-        dst = slots + slot * self.slot_bytes
-        last = (BLOCK_TOKENS << entry_shift) - BLOCK_TOKENS  # the last block's first token
-        for j in cutlass.range_constexpr(self.warp_blocks):
-            page = e[j] >> (entry_shift + 4)
-            token = (e[j] >> 2) & last
-            block_dst = dst + j * 4 * BOX_BYTES
-            bar = Int32(barrier.toint())
-            if cutlass.const_expr(plane == 0):
-                self.load_boxes(maps, block_dst, token, kv_head, page, bar)
-            elif e[j] & 15 == 15:
-                self.load_boxes(maps + union_ops.TENSOR_MAP_BYTES, block_dst, token, kv_head, page, bar)
-            else:
-                for i in cutlass.range(BLOCK_TOKENS, unroll=1):
-                    from_page = page if (e[j] >> i) & 1 != 0 else Int32(-1)
-                    token_map = maps + 2 * union_ops.TENSOR_MAP_BYTES
-                    self.load_boxes(token_map, block_dst + i * (BOX_COLUMNS * 2), token + i, kv_head, from_page, bar)
+        """An entry is page, token and which tokens are wanted; of V the others must not be read."""
+        last = (BLOCK_TOKENS << tiles.entry_shift) - BLOCK_TOKENS  # the last block's first token
+        page = entry >> (tiles.entry_shift + 4)
+        token = (entry >> 2) & last
+        if cutlass.const_expr(plane == 0):
+            self.load_boxes(tensor_map, dst, token, kv_head, page, barrier)
+        elif entry & 15 == 15:
+            self.load_boxes(tensor_map, dst, token, kv_head, page, barrier)
+        else:
+            for i in cutlass.range(BLOCK_TOKENS, unroll=1):
+                from_page = page if (entry >> i) & 1 != 0 else Int32(-1)
+                token_map = tensor_map + union_ops.TENSOR_MAP_BYTES
+                self.load_boxes(token_map, dst + i * (BOX_COLUMNS * 2), token + i, kv_head, from_page, barrier)
 
     @cute.jit
     def load_boxes(self, tensor_map: Int64, dst: Int32, token: Int32, kv_head: Int32, page: Int32, barrier: Int32):

@@ -19,7 +19,6 @@ from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.paged_union.consumer import Tiles
 from qsa_cute.kernels.attention.union_steps import BOX_BYTES, STAGES
-from qsa_cute.kernels.attention.union_tile import PAIRS
 from qsa_cute.kernels.common import ops
 
 
@@ -35,7 +34,7 @@ class Plane:
 
 
 class WideningGather:
-    """Needs `find_item`, `place` and `full_barrier` of `UnionSteps`, and `units` and `depth` of the kernel."""
+    """Needs `find_item`, `place`, `full_barrier` and `load_masks` of `UnionSteps`, and `units` and `depth` of the kernel."""
 
     @cute.jit
     def gather(
@@ -140,11 +139,3 @@ class WideningGather:
         w = [ops.e4m3_to_half(u[4 * unit + i]) for i in range(4)]
         ops.store_shared_i32x4(dst + to, (*w[0], *w[1]))
         ops.store_shared_i32x4(dst_odd + to, (*w[2], *w[3]))
-
-    @cute.jit
-    def load_masks(self, tiles: Tiles, tile: Int32, chunk: Int32, ring: Int32, sMasks: Int32, full: cute.Pointer):
-        """The chunk's mask words; they complete on K's barrier."""
-        size = tiles.mask_rows * 4
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-        src = tiles.masks + (Int64(tile) * Int64(tiles.max_chunks) + Int64(chunk)) * Int64(size)
-        union_ops.bulk_load(sMasks + ring % STAGES * (PAIRS * 4), src, size, Int32(full.toint()))
