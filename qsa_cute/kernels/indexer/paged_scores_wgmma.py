@@ -12,34 +12,26 @@ Baked: type, consumer warpgroups, stages of the ring.
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass import Int32, Int64
 
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.indexer import paged_ops as po
 from qsa_cute.kernels.indexer.paged_ops import PagedKeys, RequestTile
 from qsa_cute.kernels.indexer.paged_scores_prefill import PARAMS as PREFILL_PARAMS
 from qsa_cute.kernels.indexer.paged_scores_prefill import TILE, PagedScoresPrefill
-from qsa_cute.kernels.indexer.scores_prefill_wgmma import (
-    GROUP_COLUMNS,
-    GROUP_ROWS,
-    HALF,
-    PRODUCER,
-    ScoresPrefillWgmma,
-)
+from qsa_cute.kernels.indexer.scores_prefill_wgmma import GROUP_COLUMNS, GROUP_ROWS, HALF
+from qsa_cute.kernels.indexer.wgmma_turns import PRODUCER, WgmmaTurns
 
 PARAMS = PREFILL_PARAMS
 
 
-class PagedScoresWgmma(PagedScoresPrefill):
+class PagedScoresWgmma(WgmmaTurns, PagedScoresPrefill):
     def __init__(self, head_dim: int, dtype: str, groups: int, stages: int):
         self._type(head_dim, dtype)
         self.elem = ops.ELEMENTS[dtype]
         self.groups = groups
         self.stages = stages
-        self.open_steps = self.row_bytes // 64  # half of a step's products, see `ScoresPrefillWgmma.multiply`
+        self.open_steps = self.row_bytes // 64  # half of a step's products, see `WgmmaTurns.multiply`
         self.rows = GROUP_ROWS * groups
         self.threads = 128 * groups + PRODUCER
         self.min_blocks = 2 if groups == 1 else 1
@@ -78,13 +70,7 @@ class PagedScoresWgmma(PagedScoresPrefill):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         smem = Int32(base.toint())
-        full = ops.shared_barrier(smem + self.barrier_offset)
-        empty = ops.shared_barrier(smem + self.barrier_offset + 8 * self.stages)
-        if tid == 0:
-            for s in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + s, PRODUCER)
-                cute.arch.mbarrier_init(empty + s, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
+        full, empty = self.make_ring(smem, tid)
         early.begin()
         request, first, count = po.find_tile(
             slot, self.rows, query_start_loc.toint(), num_requests, row_start, row_start + num_rows
@@ -236,26 +222,7 @@ class PagedScoresWgmma(PagedScoresPrefill):
         tid: Int32,
     ):
         group = cute.arch.make_warp_uniform(tid // 128)
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.elem, self.head_dim), self.elem
-        )
-        q_layout = cute.tile_to_shape(atom, (GROUP_COLUMNS, self.head_dim, self.groups), order=(0, 1, 2))
-        k_layout = cute.tile_to_shape(atom, (TILE, self.head_dim, self.stages), order=(0, 1, 2))
-        sQ = cute.make_tensor(cute.recast_ptr(base, q_layout.inner, dtype=self.elem), q_layout.outer)
-        sK = cute.make_tensor(cute.recast_ptr(base + self.k_offset, k_layout.inner, dtype=self.elem), k_layout.outer)
-        mma = hopper.make_trivial_tiled_mma(
-            self.elem,
-            self.elem,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(TILE, GROUP_COLUMNS),
-        )
-        slice_ = mma.get_slice(0)
-        tK = slice_.make_fragment_A(slice_.partition_A(sK))
-        tQ = slice_.make_fragment_B(slice_.partition_B(sQ))
-        tS = cute.make_rmem_tensor(slice_.partition_shape_C((TILE, GROUP_COLUMNS)), Float32)
+        mma, tK, tQ, tS = self.fragments(base, GROUP_COLUMNS, self.head_dim, self.groups)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
@@ -265,13 +232,10 @@ class PagedScoresWgmma(PagedScoresPrefill):
         for i in cutlass.range(steps, unroll=1):
             slot = i % self.stages
             cute.arch.mbarrier_wait(full + slot, (i // self.stages) % 2)
-            self.multiply(mma, tS, tK[None, None, None, slot], tQ[None, None, None, group], group, i + 1 < steps)
+            self.multiply(mma, tS, tK[None, None, None, slot], (tQ[None, None, None, group],), group, i + 1 < steps)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + slot)
             self.store_step(tS, tile, group * GROUP_ROWS, begin + i * TILE, tid % 128)
-
-    pass_turn = ScoresPrefillWgmma.pass_turn
-    multiply = ScoresPrefillWgmma.multiply
 
     @cute.jit
     def store_step(self, acc: cute.Tensor, tile: RequestTile, row0: Int32, column: Int32, tid: Int32):

@@ -12,28 +12,24 @@ Baked: type, consumer warpgroups, stages of the ring.
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass import Int32, Int64
 
 from qsa_cute.geometry import INDEX_HEAD_DIM, INDEX_HEADS
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.indexer.scores_ops import ROW_BYTES, RowTile, locate_rows, logit, q_rows
 from qsa_cute.kernels.indexer.scores_prefill import PARAMS as PREFILL_PARAMS
 from qsa_cute.kernels.indexer.scores_prefill import TILE, ScoresPrefill
+from qsa_cute.kernels.indexer.wgmma_turns import PRODUCER, WgmmaTurns
 
 PARAMS = PREFILL_PARAMS
 
 GROUP_ROWS = 64  # rows a consumer warpgroup
 GROUP_COLUMNS = GROUP_ROWS * INDEX_HEADS
 HALF = 128  # bytes of a row in one swizzled half of an operand
-TURN = 4  # named barriers of the groups' turns
 LAST = 4  # k steps of a tile that are not complete when the turn is passed on: a half; 1 and 2 were no faster
-PRODUCER = 32  # threads that copy keys: one warp leaves 200 registers a thread with two blocks an SM
 
 
-class ScoresPrefillWgmma(ScoresPrefill):
+class ScoresPrefillWgmma(WgmmaTurns, ScoresPrefill):
     def __init__(self, head_dim: int, dtype: str, groups: int, stages: int):
         self.dtype = dtype
         self.elem = ops.ELEMENTS[dtype]
@@ -89,13 +85,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
         begin, end, steps = self.columns(tile, split, splits)
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         smem = Int32(base.toint())
-        full = ops.shared_barrier(smem + self.barrier_offset)
-        empty = ops.shared_barrier(smem + self.barrier_offset + 8 * self.stages)
-        if tid == 0:
-            for s in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + s, PRODUCER)
-                cute.arch.mbarrier_init(empty + s, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
+        full, empty = self.make_ring(smem, tid)
         cute.arch.sync_threads()
 
         if warp == 4 * self.groups:
@@ -191,26 +181,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
     ):
         group = cute.arch.make_warp_uniform(tid // 128)
         self.copy_queries(smem + group * (GROUP_COLUMNS * ROW_BYTES), tile, q_bytes, group * GROUP_ROWS, tid % 128)
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.elem, INDEX_HEAD_DIM), self.elem
-        )
-        q_layout = cute.tile_to_shape(atom, (GROUP_COLUMNS, INDEX_HEAD_DIM, self.groups), order=(0, 1, 2))
-        k_layout = cute.tile_to_shape(atom, (TILE, INDEX_HEAD_DIM, self.stages), order=(0, 1, 2))
-        sQ = cute.make_tensor(cute.recast_ptr(base, q_layout.inner, dtype=self.elem), q_layout.outer)
-        sK = cute.make_tensor(cute.recast_ptr(base + self.k_offset, k_layout.inner, dtype=self.elem), k_layout.outer)
-        mma = hopper.make_trivial_tiled_mma(
-            self.elem,
-            self.elem,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(TILE, GROUP_COLUMNS),
-        )
-        slice_ = mma.get_slice(0)
-        tK = slice_.make_fragment_A(slice_.partition_A(sK))
-        tQ = slice_.make_fragment_B(slice_.partition_B(sQ))
-        tS = cute.make_rmem_tensor(slice_.partition_shape_C((TILE, GROUP_COLUMNS)), Float32)
+        mma, tK, tQ, tS = self.fragments(base, GROUP_COLUMNS, INDEX_HEAD_DIM, self.groups)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
@@ -221,7 +192,7 @@ class ScoresPrefillWgmma(ScoresPrefill):
         phase = Int32(0)
         for i in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(full + slot, phase)
-            self.multiply(mma, tS, tK[None, None, None, slot], tQ[None, None, None, group], group, i + 1 < steps)
+            self.multiply(mma, tS, tK[None, None, None, slot], (tQ[None, None, None, group],), group, i + 1 < steps)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + slot)
             self.store(tS, tile, group * GROUP_ROWS, begin + i * TILE, fill, tid % 128)
@@ -229,35 +200,6 @@ class ScoresPrefillWgmma(ScoresPrefill):
             if slot == self.stages:
                 slot = Int32(0)
                 phase = phase ^ 1
-
-    @cute.jit
-    def pass_turn(self, group: Int32):
-        cute.arch.barrier_arrive(barrier_id=TURN + group, number_of_threads=256)
-
-    @cute.jit
-    def multiply(
-        self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, group: Int32, more: cutlass.Boolean
-    ):
-        """The products of a tile. Two groups take turns, so that one multiplies while the other stores: left alone
-        they would share the tensor cores, finish together and store together. The turn is passed on shortly before
-        the products are complete."""
-        steps = cute.size(a.shape[2])
-        if cutlass.const_expr(self.groups == 2):
-            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(steps):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            if cutlass.const_expr(self.groups == 2 and k == steps - self.open_steps - 1):
-                warpgroup.commit_group()
-        warpgroup.commit_group()
-        if cutlass.const_expr(self.groups == 2):
-            warpgroup.wait_group(1)
-            if group == 0 or more:
-                self.pass_turn(1 - group)
-        warpgroup.wait_group(0)
 
     @cute.jit
     def store(self, acc: cute.Tensor, tile: RowTile, row0: Int32, column: Int32, fill: Int32, tid: Int32):

@@ -23,15 +23,13 @@ and weights and its pool's key alone: prefill's and decode's are equal bit by bi
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import LayoutEnum
 
 from qsa_cute.geometry import BLOCK_TOKENS, INDEX_HEAD_DIM, KPOOL_HEADS
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common import rope_norm as rn
 from qsa_cute.kernels.common.params import i32, i64, ptr
+from qsa_cute.kernels.indexer.wgmma_turns import PRODUCER, TILE, WgmmaTurns
 from qsa_cute.kernels.kpool import pool_ops as po
 
 PARAMS = (
@@ -57,16 +55,13 @@ PARAMS = (
     i64("logits_stride_row"),
 )
 
-TILE = 64  # pools a step
 KEY = INDEX_HEAD_DIM  # bytes of a key, and of a query head
-TURN = 4  # named barriers of the groups' turns
 LAST = 2  # k steps of a tile, of 4, that are not complete when the turn is passed on
-PRODUCER = 32  # threads that copy keys
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 GROUP = 8  # pools whose page is looked up at once
 
 
-class Scores:
+class Scores(WgmmaTurns):
     early_launch = early.SUPPORTED
 
     def __init__(self, head_dim: int, dtype: str, rows: int, groups: int, stages: int):
@@ -83,6 +78,7 @@ class Scores:
         self.info_offset = self.scale_offset + stages * TILE * 4  # request and visible pools of each row, then the mask
         self.barrier_offset = self.info_offset + 8 * 32 + 8  # full[stages], empty[stages]
         self.smem_bytes = self.barrier_offset + 16 * stages
+        self.open_steps = LAST
         self.lag = stages - 2  # tiles under way behind the one that is announced
 
     @cute.jit
@@ -172,15 +168,9 @@ class Scores:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         smem = Int32(base.toint())
-        full = ops.shared_barrier(smem + self.barrier_offset)
-        empty = ops.shared_barrier(smem + self.barrier_offset + 8 * self.stages)
         row0 = index * tile_rows
         count = cutlass.min(tile_rows, num_rows - row0)
-        if tid == 0:
-            for s in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + s, PRODUCER)
-                cute.arch.mbarrier_init(empty + s, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
+        full, empty = self.make_ring(smem, tid)
         if warp == 0:
             self.describe_rows(
                 smem + self.info_offset,
@@ -423,26 +413,7 @@ class Scores:
         row0 = group * self.rows
         self.copy_queries(smem + group * (self.columns * KEY), q, q_bytes, row0, work[1], tid % 128)
         W = self.load_weights(weights, weights_bytes, row0 + lane % 4, work[1])
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.elem, INDEX_HEAD_DIM), self.elem
-        )
-        q_layout = cute.tile_to_shape(atom, (self.columns, INDEX_HEAD_DIM, self.groups), order=(0, 1, 2))
-        k_layout = cute.tile_to_shape(atom, (TILE, INDEX_HEAD_DIM, self.stages), order=(0, 1, 2))
-        sQ = cute.make_tensor(cute.recast_ptr(base, q_layout.inner, dtype=self.elem), q_layout.outer)
-        sK = cute.make_tensor(cute.recast_ptr(base + self.k_offset, k_layout.inner, dtype=self.elem), k_layout.outer)
-        mma = hopper.make_trivial_tiled_mma(
-            self.elem,
-            self.elem,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(TILE, self.columns),
-        )
-        slice_ = mma.get_slice(0)
-        tK = slice_.make_fragment_A(slice_.partition_A(sK))
-        tQ = slice_.make_fragment_B(slice_.partition_B(sQ))
-        tS = cute.make_rmem_tensor(slice_.partition_shape_C((TILE, self.columns)), Float32)
+        mma, tK, tQ, tS = self.fragments(base, self.columns, INDEX_HEAD_DIM, self.groups)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
@@ -463,7 +434,7 @@ class Scores:
             for i in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(full + slot, phase)
                 left = left - 1
-                self.multiply(mma, tS, tK[None, None, None, slot], tQ[None, None, None, group], group, left > 0)
+                self.multiply(mma, tS, tK[None, None, None, slot], (tQ[None, None, None, group],), group, left > 0)
                 scale = ops.load_shared_f32x2(smem + self.scale_offset + slot * (TILE * 4) + pool * 4)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -496,34 +467,6 @@ class Scores:
                 for i in cutlass.range_constexpr(4):
                     W[KPOOL_HEADS * u + h + i] = four[i]
         return W
-
-    @cute.jit
-    def pass_turn(self, group: Int32):
-        cute.arch.barrier_arrive(barrier_id=TURN + group, number_of_threads=256)
-
-    @cute.jit
-    def multiply(
-        self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, group: Int32, more: cutlass.Boolean
-    ):
-        """The products of a tile. Two groups take turns, so that one multiplies while the other sums; the turn is
-        passed on shortly before the products are complete."""
-        steps = cute.size(a.shape[2])
-        if cutlass.const_expr(self.groups == 2):
-            cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(steps):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            if cutlass.const_expr(self.groups == 2 and k == steps - LAST - 1):
-                warpgroup.commit_group()
-        warpgroup.commit_group()
-        if cutlass.const_expr(self.groups == 2):
-            warpgroup.wait_group(1)
-            if group == 0 or more:
-                self.pass_turn(1 - group)
-        warpgroup.wait_group(0)
 
     @cute.jit
     def store(

@@ -123,12 +123,8 @@ def mask_rest(tile: MaskedTile, begin: Int32, end: Int32, tid: Int32, threads: c
             ops.store_global_f32(at + Int64(column) * 4, -Float32.inf)
 
 
-class ScoreRowsTc(ScoresPrefill):
-    def __init__(self, head_dim: int, dtype: str):
-        super().__init__(head_dim, dtype)
-        self.term = self.rows * INDEX_HEADS * ROW_BYTES  # bytes of one term of the tile's queries
-        self.k_offset = 2 * self.term
-        self.smem_bytes = self.k_offset + self.stages * TILE * ROW_BYTES
+class TwoTermLaunch:
+    """What `ScoreRowsTc` and its wgmma twin are launched by."""
 
     @cute.jit
     def __call__(
@@ -151,6 +147,14 @@ class ScoreRowsTc(ScoresPrefill):
             min_blocks_per_mp=self.min_blocks,
             preferred_smem_carveout=100,
         )
+
+
+class ScoreRowsTc(TwoTermLaunch, ScoresPrefill):
+    def __init__(self, head_dim: int, dtype: str):
+        super().__init__(head_dim, dtype)
+        self.term = self.rows * INDEX_HEADS * ROW_BYTES  # bytes of one term of the tile's queries
+        self.k_offset = 2 * self.term
+        self.smem_bytes = self.k_offset + self.stages * TILE * ROW_BYTES
 
     @cute.kernel
     def kernel(

@@ -8,21 +8,18 @@ tile of keys is multiplied by the high and then the low term into one accumulato
 Baked: type, consumer warpgroups, stages of the ring. Else as `score_rows_tc.py`.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass import Int32, Int64
 
 from qsa_cute.geometry import INDEX_HEAD_DIM, INDEX_HEADS
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.indexer.scores_ops import ROW_BYTES, q_rows
 from qsa_cute.kernels.indexer.scores_prefill import TILE
-from qsa_cute.kernels.indexer.scores_prefill_wgmma import HALF, LAST, PRODUCER, TURN, ScoresPrefillWgmma
+from qsa_cute.kernels.indexer.scores_prefill_wgmma import HALF, LAST, ScoresPrefillWgmma
+from qsa_cute.kernels.indexer.wgmma_turns import PRODUCER
 from qsa_cute.kernels.metrale.score_rows_tc import PARAMS as TC_PARAMS
-from qsa_cute.kernels.metrale.score_rows_tc import MaskedTile, locate, mask_rest, split_query
+from qsa_cute.kernels.metrale.score_rows_tc import MaskedTile, TwoTermLaunch, locate, mask_rest, split_query
 
 PARAMS = TC_PARAMS
 
@@ -32,7 +29,7 @@ TERMS = 2
 TERM_BYTES = GROUP_COLUMNS * ROW_BYTES
 
 
-class ScoreRowsTcWgmma(ScoresPrefillWgmma):
+class ScoreRowsTcWgmma(TwoTermLaunch, ScoresPrefillWgmma):
     def __init__(self, head_dim: int, dtype: str, groups: int, stages: int):
         self.dtype = dtype
         self.elem = ops.ELEMENTS[dtype]
@@ -41,31 +38,10 @@ class ScoreRowsTcWgmma(ScoresPrefillWgmma):
         self.rows = GROUP_ROWS * groups
         self.threads = 128 * groups + PRODUCER
         self.min_blocks = 1
+        self.open_steps = LAST
         self.k_offset = groups * TERMS * TERM_BYTES
         self.barrier_offset = self.k_offset + stages * TILE * ROW_BYTES  # full[stages], empty[stages]
         self.smem_bytes = self.barrier_offset + 16 * stages
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        block_keys: cute.Pointer,
-        scores: cute.Pointer,
-        rows: Int32,
-        n_blocks_max: Int32,
-        first_pos: Int32,
-        ratio: Int32,
-        score_stride: Int64,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(q, block_keys, scores, rows, n_blocks_max, first_pos, ratio, score_stride).launch(
-            grid=(1, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=100,
-        )
 
     @cute.kernel
     def kernel(
@@ -99,13 +75,7 @@ class ScoreRowsTcWgmma(ScoresPrefillWgmma):
         begin, end, steps = self.columns(tile, split, splits)
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         smem = Int32(base.toint())
-        full = ops.shared_barrier(smem + self.barrier_offset)
-        empty = ops.shared_barrier(smem + self.barrier_offset + 8 * self.stages)
-        if tid == 0:
-            for s in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + s, PRODUCER)
-                cute.arch.mbarrier_init(empty + s, 4 * self.groups)
-        cute.arch.mbarrier_init_fence()
+        full, empty = self.make_ring(smem, tid)
         cute.arch.sync_threads()
 
         if warp == 4 * self.groups:
@@ -142,26 +112,7 @@ class ScoreRowsTcWgmma(ScoresPrefillWgmma):
     ):
         group = cute.arch.make_warp_uniform(tid // 128)
         self.split_queries(smem + group * (TERMS * TERM_BYTES), tile, group * GROUP_ROWS, tid % 128)
-        atom = warpgroup.make_smem_layout_atom(
-            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.elem, INDEX_HEAD_DIM), self.elem
-        )
-        q_layout = cute.tile_to_shape(atom, (GROUP_COLUMNS, INDEX_HEAD_DIM, self.groups * TERMS), order=(0, 1, 2))
-        k_layout = cute.tile_to_shape(atom, (TILE, INDEX_HEAD_DIM, self.stages), order=(0, 1, 2))
-        sQ = cute.make_tensor(cute.recast_ptr(base, q_layout.inner, dtype=self.elem), q_layout.outer)
-        sK = cute.make_tensor(cute.recast_ptr(base + self.k_offset, k_layout.inner, dtype=self.elem), k_layout.outer)
-        mma = hopper.make_trivial_tiled_mma(
-            self.elem,
-            self.elem,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(TILE, GROUP_COLUMNS),
-        )
-        slice_ = mma.get_slice(0)
-        tK = slice_.make_fragment_A(slice_.partition_A(sK))
-        tQ = slice_.make_fragment_B(slice_.partition_B(sQ))
-        tS = cute.make_rmem_tensor(slice_.partition_shape_C((TILE, GROUP_COLUMNS)), Float32)
+        mma, tK, tQ, tS = self.fragments(base, GROUP_COLUMNS, INDEX_HEAD_DIM, TERMS * self.groups)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         if group == 1:
@@ -170,9 +121,8 @@ class ScoreRowsTcWgmma(ScoresPrefillWgmma):
         phase = Int32(0)
         for i in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(full + slot, phase)
-            high = tQ[None, None, None, TERMS * group]
-            low = tQ[None, None, None, TERMS * group + 1]
-            self.multiply_terms(mma, tS, tK[None, None, None, slot], high, low, group, i + 1 < steps)
+            terms = tuple(tQ[None, None, None, TERMS * group + term] for term in range(TERMS))
+            self.multiply(mma, tS, tK[None, None, None, slot], terms, group, i + 1 < steps)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + slot)
             self.store_terms(tS, tile, group * GROUP_ROWS, begin + i * TILE, tid % 128)
@@ -180,36 +130,6 @@ class ScoreRowsTcWgmma(ScoresPrefillWgmma):
             if slot == self.stages:
                 slot = Int32(0)
                 phase = phase ^ 1
-
-    @cute.jit
-    def multiply_terms(
-        self,
-        mma: cute.TiledMma,
-        acc: cute.Tensor,
-        a: cute.Tensor,
-        high: cute.Tensor,
-        low: cute.Tensor,
-        group: Int32,
-        more: cutlass.Boolean,
-    ):
-        """`ScoresPrefillWgmma.multiply` of both terms: in turn with the other group."""
-        steps = cute.size(a.shape[2])
-        cute.arch.barrier(barrier_id=TURN + group, number_of_threads=256)
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        for term in cutlass.range_constexpr(TERMS):
-            b = (high, low)[term]
-            for k in cutlass.range_constexpr(steps):
-                cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
-                if cutlass.const_expr(term == TERMS - 1 and k == steps - LAST - 1):
-                    warpgroup.commit_group()
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if group == 0 or more:
-            self.pass_turn(1 - group)
-        warpgroup.wait_group(0)
 
     @cute.jit
     def store_terms(self, acc: cute.Tensor, tile: MaskedTile, row0: Int32, column: Int32, tid: Int32):

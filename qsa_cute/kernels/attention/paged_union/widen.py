@@ -34,7 +34,7 @@ class Plane:
 
 
 class WideningGather:
-    """Needs `find_item`, `place`, `full_barrier` and `load_masks` of `UnionSteps`, and `units` and `depth` of the kernel."""
+    """Needs `UnionSteps`, and `units` and `depth` of the kernel."""
 
     @cute.jit
     def gather(
