@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from pathlib import Path
-
 import torch
 from attention_cases import DEVICE, Guarded, normal, seeded
 from torch import Tensor
 
-PEERS = Path(__file__).parents[2] / ".peers"
 FP8 = torch.float8_e4m3fn
-
-
-@functools.cache
-def vllm():
-    """vLLM's module of Triton kernels; None where it was not fetched."""
-    if not (PEERS / "vllm_kpool.py").exists():
-        return None
-    sys.path.insert(0, str(PEERS))
-    import peers
-
-    return peers.vllm().kpool
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -1,15 +1,8 @@
-"""Inputs of the tests over vLLM's compressed key cache: NaN in all that may not be read, strided tensors, broken pages;
-and vLLM's own Triton functions, loaded from .peers/.
-"""
+"""Inputs of the tests over vLLM's compressed key cache: NaN in all that may not be read, strides, broken pages."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from attention_cases import Guarded, ints, normal, seeded, strewn
@@ -19,20 +12,9 @@ from qsa_cute.geometry import TOP_BLOCKS
 from qsa_cute.reference import paged_select as reference
 
 DEVICE = "cuda"
-PEERS = Path(__file__).resolve().parents[2] / ".peers"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 TOKEN_TOPK, RATIO = 2048, 4
 BAND = 1e-3
-
-
-@functools.cache
-def vllm() -> Any:
-    """vLLM's module of Triton functions, from .peers/, without a top-k."""
-    if str(PEERS) not in sys.path:
-        sys.path.insert(0, str(PEERS))
-    module = importlib.import_module("peers").vllm().indexer
-    module._topk = None
-    return module
 
 
 @dataclass

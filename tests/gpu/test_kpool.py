@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import DEVICE, Guarded, ints, normal, seeded
-from kpool_cases import FP8, Cache, Tail, ape, bits, flat_of, tokens, vllm
+from kpool_cases import FP8, Cache, Tail, ape, bits, flat_of, tokens
+from peer import THERE, vllm
 from torch import Tensor
 
 from qsa_cute.hosts import vllm_kpool as host
@@ -21,7 +22,7 @@ MOST_DIFFERING = 2e-4
 @pytest.fixture(scope="module", autouse=True)
 def peer():
     """vLLM's module, or None; the reference is compared in any case."""
-    return vllm()
+    return vllm("kpool") if THERE else None
 
 
 # Hadamard.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import GROUPS, Guarded
 from paged_cases import CACHE_DTYPES, Paged, moved_far, paged
+from peer import needs_vllm, vllm
 
 from qsa_cute.errors import CaptureError
 from qsa_cute.hosts import vllm_attention as host
@@ -22,7 +20,6 @@ SPLITS = [
     *(("cluster", n) for n in (1, 2, 3, 7, 11, 16)),
     *(("rows", n) for n in (1, 2, 8, 32)),
 ]
-PEERS = Path(__file__).resolve().parents[2] / ".peers"
 
 each_type = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 each_path = pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 5), ("rows", 3), ("rows", 1)])
@@ -233,16 +230,7 @@ def call(case: Paged, out: torch.Tensor | None = None, prefill: bool = False, mo
     return module.qsa_sparse_paged_attention(*case.inputs, prefill, out, output_gate=gate, **scales)
 
 
-@functools.cache
-def peer():
-    if not (PEERS / "peers.py").exists():
-        pytest.skip("vLLM's kernels are not at hand")
-    sys.path.insert(0, str(PEERS))
-    import peers
-
-    return peers.vllm().attention
-
-
+@needs_vllm
 @each_type
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "page_size", "rows"), [(24, 2, 1568, 90), (12, 1, 1600, 3), (6, 1, 784, 90), (3, 1, 400, 3)]
@@ -257,7 +245,7 @@ def test_agrees_with_vllm(cache_dtype, heads, kv_heads, page_size, rows) -> None
     width = case.indices.shape[1] - 1
     past = torch.arange(width, device="cuda") >= case.indices[:, -1:]
     case.indices[:, :width].masked_fill_(past, -1)
-    theirs = call(case, module=peer())
+    theirs = call(case, module=vllm("attention"))
     assert (call(case).float() - theirs.float()).abs().max() <= ATOL
 
 

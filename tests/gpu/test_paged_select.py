@@ -13,7 +13,6 @@ from indexer_cases import LOGIT_ATOL, LOGIT_RTOL, bits
 from paged_select_cases import (
     DEVICE,
     DTYPES,
-    PEERS,
     RATIO,
     TOKEN_TOPK,
     Paged,
@@ -22,8 +21,8 @@ from paged_select_cases import (
     ids,
     paged,
     short_rows,
-    vllm,
 )
+from peer import needs_vllm, vllm
 from torch import Tensor
 
 from qsa_cute.geometry import TOP_BLOCKS
@@ -418,16 +417,12 @@ def test_expansion_of_other_widths():
 
 # vLLM's own functions.
 
-needs_vllm = pytest.mark.skipif(
-    not (PEERS / "peers.py").exists(), reason="vLLM's kernels are not in .peers/; see docs/performance.md"
-)
-
 
 @needs_vllm
 def test_expansion_is_vllms():
     blocks, positions, visible = expansion(300)
     ours, theirs = (Guarded(300, 2052, dtype=torch.int32) for _ in range(2))
-    for module, out in ((host, ours), (vllm(), theirs)):
+    for module, out in ((host, ours), (vllm("indexer"), theirs)):
         module.expand_qsa_block_indices(blocks, positions, visible, RATIO, TOKEN_TOPK, out.tensor)
     assert torch.equal(ours.tensor, theirs.tensor)
 
@@ -455,7 +450,7 @@ def test_prefill_selects_as_vllm_does(dtype):
     width = -(-8100 // 64) * 64
     scratch = torch.full((case.rows * width,), torch.nan, device=DEVICE)
     tensors = (case.q, case.k_cache, case.page_table, case.query_start_loc, case.visible)
-    theirs = vllm()._prefill_logits(*tensors, scratch, 100, width, 0, case.rows)
+    theirs = vllm("indexer")._prefill_logits(*tensors, scratch, 100, width, 0, case.rows)
     check_against(select_prefill(case), theirs, case)
 
 
@@ -464,8 +459,9 @@ def test_prefill_selects_as_vllm_does(dtype):
 def test_decode_selects_as_vllm_does(dtype, monkeypatch):
     case = short_rows(paged(dtype, 400, steps((8000, 600, 2000), 4)))
     kept = []
-    monkeypatch.setattr(vllm(), "_topk", lambda logits, *_: kept.append(logits))
-    vllm().qsa_select_paged_decode(
+    module = vllm("indexer")
+    monkeypatch.setattr(module, "_topk", lambda logits, *_: kept.append(logits))
+    module.qsa_select_paged_decode(
         case.q, case.k_cache, case.page_table, case.visible, TOKEN_TOPK, RATIO, 4, ids(case.rows).tensor
     )
     check_against(select_decode(case), kept[0], case)
