@@ -8,13 +8,14 @@ a union cannot say. Kernels and tuning: `qsa_cute/kernels/attention/union_*.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from qsa_cute import geometry, union_layout
 from qsa_cute.runners import dispatch, splits
-from qsa_cute.runners.workspace import Workspace
-from qsa_cute.runtime import Loader
+from qsa_cute.runners.workspace import PartSpec, Workspace
+from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.variants import KERNELS
 
 PREPARE, MAIN, ROWS = "union_prepare", "union_prefill", "union_rows"
@@ -24,7 +25,7 @@ KINDS = {"padded": 0, "counted": 1, "blocks": 2}
 # both take one wave.
 LEAST_ROWS = 128
 LEAST_TILE_ROWS = 4  # of a tile: a union costs about as much as three rows of the row kernel
-_MAP_WORDS = 32  # of a tensor map, in int32
+MAP_WORDS = 32  # of a tensor map, in int32
 _BOX = (64, 1, geometry.BLOCK_TOKENS)  # columns, heads, tokens of one copy
 _TILES = {
     dim: tuning.baked["tile"] for tuning in KERNELS[MAIN].tuning for dim in tuning.head_dims
@@ -69,7 +70,11 @@ def shared_memory(p: Any) -> int:
 
 def apart(p: Any) -> bool:
     """Whether tokens and heads of K and V lie apart: an expanded tensor has no tensor map."""
-    sizes = {"row": p.kv_seq_len, "head": p.num_kv_heads}
+    return lie_apart(p, {"row": p.kv_seq_len, "head": p.num_kv_heads})
+
+
+def lie_apart(p: Any, sizes: Mapping[str, int]) -> bool:
+    """The same of K's and V's dimensions of these sizes."""
     return all(getattr(p, f"{plane}_stride_{dim}") or sizes[dim] <= 1 for plane in "kv" for dim in sizes)
 
 
@@ -109,15 +114,22 @@ def _most_bytes(*shape: Any) -> int:
 
 
 def _parts(p: Any, sizes: dict[str, int], tiles: int) -> Workspace:
-    chunks, rows = sizes["max_chunks"], sizes["mask_rows"]
     return Workspace.of(
-        ("tensor_maps", "i32", (p.batch_size, 2, _MAP_WORDS)),
+        ("tensor_maps", "i32", (p.batch_size, 2, MAP_WORDS)),
+        *tile_parts(sizes, tiles),
+        ("past_masks", "i32", (union_layout.PAIRS,)),  # pairs that a tile cut small lacks read there, and mask nothing
+        ("row_path", "i32", (tiles, p.num_kv_heads)),
+    )
+
+
+def tile_parts(sizes: Mapping[str, int], tiles: int) -> tuple[PartSpec, ...]:
+    """What a pre-kernel leaves of so many tiles."""
+    chunks, rows = sizes["max_chunks"], sizes["mask_rows"]
+    return (
         ("union_counts", "i32", (tiles, 2)),
         ("union_entries", "i32", (tiles, chunks, sizes["tile"] // geometry.BLOCK_TOKENS)),
         ("union_masks", "i32", (tiles, chunks, rows)),
         ("union_first_masks", "i32", (tiles, geometry.BLOCK_TOKENS, rows)),
-        ("past_masks", "i32", (union_layout.PAIRS,)),  # pairs that a tile cut small lacks read there, and mask nothing
-        ("row_path", "i32", (tiles, p.num_kv_heads)),
     )
 
 
@@ -127,8 +139,32 @@ def _strides(p: Any, plane: str) -> tuple[int, int]:
     return head, 2 * getattr(p, f"{plane}_stride_row") if p.kv_seq_len > 1 else head * p.num_kv_heads
 
 
-class Launches:
-    """The three launches of one params object: what the kernels take, by name. Made at its first run."""
+class TileLaunches:
+    """A pre-kernel, a main kernel over (tile, KV head) and one for what they leave to the rows, of one params object.
+
+    Args:
+        values: what the kernels take, by name.
+        shared_memory: bytes a block of the pre-kernel.
+        row_units: (row, KV head) pairs.
+    """
+
+    def __init__(self, values: Mapping[str, Any], shared_memory: int, num_kv_heads: int, row_units: int) -> None:
+        tiles = values["num_tiles"]
+        main_grid, rows_grid = min(splits.SM_COUNT, tiles * num_kv_heads), min(2 * splits.SM_COUNT, row_units)
+        # One object a kernel: each keeps its own packed image.
+        self._each = [
+            (SimpleNamespace(**values, packed=None), grid, smem)
+            for grid, smem in ((tiles, shared_memory), (main_grid, None), (rows_grid, None))
+        ]
+
+    def launch(self, kernels: Iterable[Wanted], p: Any, loader: Loader) -> None:
+        """In this order on one stream; each kernel waits for the one before by itself."""
+        for wanted, (params, grid, smem) in zip(kernels, self._each, strict=True):
+            loader.peek(wanted, p.device, p.stream).launch(params, grid, p.stream, smem=smem)
+
+
+class Launches(TileLaunches):
+    """Of dense K and V; made at the first run."""
 
     def __init__(self, p: Any, dtype: str, loader: Loader, names: tuple[str, ...]) -> None:
         values = {name: getattr(p, name) for name in names} | _sizes(p)
@@ -142,19 +178,7 @@ class Launches:
                 _BOX,
             )
             values |= {f"{plane}_map_{i}": word for i, word in enumerate(words)}
-        # One object a kernel: each keeps its own packed image.
-        self._prepare, self._main, self._rows = (SimpleNamespace(**values, packed=None) for _ in range(3))
-        self._smem = shared_memory(p)
-        self._tiles = values["num_tiles"]
-        self._main_grid = min(splits.SM_COUNT, self._tiles * p.num_kv_heads)
-        self._rows_grid = min(2 * splits.SM_COUNT, p.num_blocks)
+        super().__init__(values, shared_memory(p), p.num_kv_heads, p.num_blocks)
 
     def run(self, dtype: object, p: Any, loader: Loader) -> None:
-        """In this order on one stream; each kernel waits for the one before by itself."""
-        for name, params, grid, smem in (
-            (PREPARE, self._prepare, self._tiles, self._smem),
-            (MAIN, self._main, self._main_grid, None),
-            (ROWS, self._rows, self._rows_grid, None),
-        ):
-            kernel = loader.peek(dispatch.wanted(name, p.head_dim, dtype), p.device, p.stream)
-            kernel.launch(params, grid, p.stream, smem=smem)
+        self.launch((dispatch.wanted(name, p.head_dim, dtype) for name in (PREPARE, MAIN, ROWS)), p, loader)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 from qsa_cute import geometry, union_layout
 from qsa_cute import paged_union_layout as layout
-from qsa_cute.runners import checks, dispatch, splits
+from qsa_cute.runners import checks, dispatch, splits, union
 from qsa_cute.runners import paged_places as places
-from qsa_cute.runners.union import KINDS, LEAST_ROWS
+from qsa_cute.runners.union import KINDS, LEAST_ROWS, MAP_WORDS
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader
 from qsa_cute.variants import KERNELS as REGISTRY
@@ -32,7 +31,6 @@ FP8 = "fp8_e4m3"
 _CELL = ("page", "token")  # what a cell of a head is numbered by
 TILE_REQUESTS = 2  # whose rows a tile may hold
 NUM_MAPS = 3  # tensor maps: K, V, and single tokens of V
-_MAP_WORDS = 32  # of a tensor map, in int32
 _BOX_COLUMNS = 64  # of one copy
 _TILES = {
     dim: tuning.baked["tile"] for tuning in REGISTRY[MAIN].tuning for dim in tuning.head_dims
@@ -183,14 +181,9 @@ class Shape:
         return Workspace(max(parts.size, most.size), parts.alignment, parts.parts)
 
     def _parts(self, tiles: int) -> Workspace:
-        sizes = self.sizes()
-        chunks, rows = sizes["max_chunks"], sizes["mask_rows"]
         return Workspace.of(
-            ("tensor_maps", "i32", (NUM_MAPS, _MAP_WORDS)),
-            ("union_counts", "i32", (tiles, 2)),
-            ("union_entries", "i32", (tiles, chunks, sizes["tile"] // geometry.BLOCK_TOKENS)),
-            ("union_masks", "i32", (tiles, chunks, rows)),
-            ("union_first_masks", "i32", (tiles, geometry.BLOCK_TOKENS, rows)),
+            ("tensor_maps", "i32", (NUM_MAPS, MAP_WORDS)),
+            *union.tile_parts(self.sizes(), tiles),
             ("row_path", "i32", (tiles, self.num_kv_heads)),
         )
 
@@ -208,7 +201,7 @@ class Shape:
             ("v_token_map", "v", 1),
         ):
             if dtype == FP8:
-                found |= {f"{name}_{i}": 0 for i in range(_MAP_WORDS // 2)}
+                found |= {f"{name}_{i}": 0 for i in range(MAP_WORDS // 2)}
                 continue
             address, strides = planes[plane]
             # A dimension of one has no stride of its own, and the driver wants one.
@@ -250,8 +243,7 @@ def shape(p: Any) -> Shape:
 def fits(p: Any) -> bool:
     """Whether the kernels take these parameters; pages, tokens and heads must lie apart for the copies."""
     sizes = {"page": p.num_pages, "token": p.page_size, "head": p.num_kv_heads}
-    apart = all(getattr(p, f"{plane}_stride_{dim}") or sizes[dim] <= 1 for plane in "kv" for dim in sizes)
-    return apart and p.page_size % geometry.BLOCK_TOKENS == 0 and shape(p).fits
+    return union.lie_apart(p, sizes) and p.page_size % geometry.BLOCK_TOKENS == 0 and shape(p).fits
 
 
 def kernels(cache_dtype: str) -> tuple[tuple[str, str], ...]:
@@ -271,7 +263,7 @@ def workspace(p: Any) -> Workspace:
     return shape(p).workspace()
 
 
-class PagedLaunches:
+class PagedLaunches(union.TileLaunches):
     """The three launches of one params object.
 
     Args:
@@ -305,20 +297,8 @@ class PagedLaunches:
         }
         maps = what.maps(loader, cache_dtype, planes)
         values |= maps | what.sizes() | what.workspace().addresses(memory)
-        # One object a kernel: each keeps its own packed image.
-        self._prepare, self._main, self._rows = (SimpleNamespace(**values, packed=None) for _ in range(3))
         self._kernels = [dispatch.wanted(name, p.head_dim, dtype) for name, dtype in kernels(cache_dtype)]
-        self._smem = what.shared_memory
-        self._tiles = values["num_tiles"]
-        self._main_grid = min(splits.SM_COUNT, self._tiles * what.num_kv_heads)
-        self._rows_grid = min(2 * splits.SM_COUNT, what.rows * what.num_kv_heads)
+        super().__init__(values, what.shared_memory, what.num_kv_heads, what.rows * what.num_kv_heads)
 
     def run(self, p: Any, loader: Loader) -> None:
-        """In this order on one stream; each kernel waits for the one before by itself."""
-        launches = (
-            (self._prepare, self._tiles, self._smem),
-            (self._main, self._main_grid, None),
-            (self._rows, self._rows_grid, None),
-        )
-        for wanted, (params, grid, smem) in zip(self._kernels, launches, strict=True):
-            loader.peek(wanted, p.device, p.stream).launch(params, grid, p.stream, smem=smem)
+        self.launch(self._kernels, p, loader)
