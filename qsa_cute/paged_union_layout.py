@@ -1,26 +1,20 @@
 """Sizes that the kernels of the paged union and their launcher share; imports nothing of the DSL."""
 
 from qsa_cute.geometry import BLOCK_TOKENS
-from qsa_cute.union_layout import MAX_SMEM_BYTES, PAIRS, RECORDS, mask_rows, tile_rows
+from qsa_cute.union_layout import MAX_SMEM_BYTES, MAX_UNION, PAIRS, RECORDS, mask_rows, max_union, tile_rows
 
-__all__ = ["MAX_SMEM_BYTES", "PAIRS", "RECORDS", "mask_rows", "tile_rows"]
+__all__ = ["MAX_SMEM_BYTES", "MAX_UNION", "PAIRS", "RECORDS", "mask_rows", "max_union", "tile_rows"]
 
 FIXED_BYTES = 1536  # of the pre-kernel's shared memory, before the parts that depend on the launch
 SM_SMEM_BYTES = 228 * 1024  # of an SM; a block takes 1 KiB beside its own
 PREPARE_BLOCKS = 3  # of the pre-kernel an SM, at most
 PLACE_WORDS = 2048  # blocks of a union that the pre-kernel keeps in shared memory
 PLANES = 3  # words a plane beside the rows' bitmaps, for each request of a tile
-MAX_UNION = 65535  # blocks: the pre-kernel counts them in 16 bits
 ENTRY_BITS = 27  # of a block's place in K and V; four more say which of its tokens are wanted
 
 
 def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
-
-
-def max_union(group_size: int, pairs: int, blocks_per_row: int, context: int) -> int:
-    """Blocks that any tile can want whose rows select at most `blocks_per_row` blocks of `context` tokens."""
-    return min(tile_rows(group_size, pairs) * blocks_per_row, blocks_of(context))
 
 
 def max_chunks(union: int, tile: int) -> int:

@@ -12,8 +12,7 @@ RECORDS = 256  # (row, partial block) records a tile has room for
 FIXED_BYTES = 1024  # of union_prepare's shared memory, before the parts that depend on the launch
 MAX_SMEM_BYTES = 227 * 1024
 HALF = PAIRS // 2  # pairs of a warpgroup
-# Blocks that only warpgroup 0's rows want: `union_prepare` counts them in the upper 16 bits of a signed word.
-MAX_ONLY_A = 2**15 - 1
+MAX_UNION = 2**16 - 1  # blocks: the pre-kernels count them in 16 bits
 
 
 def most_pairs(group_size: int) -> int:
@@ -25,8 +24,8 @@ def fits(group_size: int, blocks_per_row: int, context: int, tile: int, pairs: i
     """Whether `union_prepare` takes tiles of so many pairs: it has shared memory for their bitmaps, and its counts hold
     what they may want. Where it does, it does for shorter contexts and for fewer pairs."""
     chunks = max_chunks(group_size, blocks_per_row, context, tile, pairs)
-    only_a = min(tile_rows(group_size, min(pairs, HALF)) * blocks_per_row, -(-context // BLOCK_TOKENS))
-    return only_a <= MAX_ONLY_A and prepare_smem_bytes(group_size, context, chunks, tile, pairs) <= MAX_SMEM_BYTES
+    few = max_union(group_size, pairs, blocks_per_row, context) <= MAX_UNION
+    return few and prepare_smem_bytes(group_size, context, chunks, tile, pairs) <= MAX_SMEM_BYTES
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,11 +79,14 @@ def mask_rows(group_size: int, pairs: int = PAIRS) -> int:
     return (tile_rows(group_size, pairs) + 3) // 4 * 4
 
 
+def max_union(group_size: int, pairs: int, blocks_per_row: int, context: int) -> int:
+    """Blocks that any tile can want whose rows select at most `blocks_per_row` blocks of `context` tokens."""
+    return min(tile_rows(group_size, pairs) * blocks_per_row, -(-context // BLOCK_TOKENS))
+
+
 def max_chunks(group_size: int, blocks_per_row: int, context: int, tile: int, pairs: int = PAIRS) -> int:
-    """Chunks that any tile can need whose rows select at most `blocks_per_row` blocks of a context of tokens."""
-    blocks = tile // BLOCK_TOKENS
-    union = min(mask_rows(group_size, pairs) * blocks_per_row, (context + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
-    return (union + blocks - 1) // blocks + 1
+    """Chunks that such a union can need."""
+    return -(-max_union(group_size, pairs, blocks_per_row, context) // (tile // BLOCK_TOKENS)) + 1
 
 
 def prepare_smem_bytes(group_size: int, context: int, chunks: int, tile: int, pairs: int = PAIRS) -> int:

@@ -117,7 +117,6 @@ def _parts(p: Any, sizes: dict[str, int], tiles: int) -> Workspace:
     return Workspace.of(
         ("tensor_maps", "i32", (p.batch_size, 2, MAP_WORDS)),
         *tile_parts(sizes, tiles),
-        ("past_masks", "i32", (union_layout.PAIRS,)),  # pairs that a tile cut small lacks read there, and mask nothing
         ("row_path", "i32", (tiles, p.num_kv_heads)),
     )
 

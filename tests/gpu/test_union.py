@@ -6,6 +6,7 @@ workspace which path its tiles took: what is meant to test the union must have b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -266,6 +267,34 @@ def test_a_sequence_without_tokens() -> None:
     check_shared(case)
 
 
+FAR_OFF = (-(2**31), -(2**30) - 1, -5000, -1, 0, 1, 2**30 + 1, 2**31 - 1)
+
+
+def far_off() -> Shared:
+    """Context lengths and starts that no sequence has, each with each: what is live of them is small."""
+    each = list(itertools.product((*FAR_OFF, 300), (*FAR_OFF, 270)))
+    case = shared(lengths=(300,) * len(each), rows=40, top=16, kv_heads=1)
+    case.context_lengths, case.query_starts = ints([n for n, _ in each]), ints([n for _, n in each])
+    return with_blocks(case, case.blocks)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_context_length_and_start(kind, twice) -> None:
+    """By the union, and by the row path, where a duplicate sends a tile."""
+    case = far_off()
+    if twice:
+        case.blocks[:, 5, 3] = case.blocks[:, 5, 4]
+        case = with_blocks(case, case.blocks)
+    check(case, *attend(case, kind))
+
+
+def test_any_context_length_and_start_row_by_row() -> None:
+    case, out = far_off(), Output.like(far_off().q)
+    SparsePrefillRunner.run(case.q.dtype, case.params(out, algorithm="rows"))
+    out.check(*case.reference())
+
+
 def test_ids_end_at_the_rows_of_k() -> None:
     """A context length longer than K and V: no id reaches past them."""
     case = shared(lengths=(1000,), rows=50)
@@ -449,7 +478,8 @@ def test_counts_out_of_range() -> None:
 # Values.
 
 
-def test_nothing_but_the_listed_blocks_is_read() -> None:
+@pytest.mark.parametrize("pairs", [128, 100, 32], indirect=True)
+def test_nothing_but_the_listed_blocks_is_read(pairs) -> None:
     """NaN in every block that no row lists, past the lengths and in dead queries: still unions."""
     case = shared(lengths=(2048, 901), rows=90, past=3)
     whole = torch.nn.functional.pad(listed(case) > 0, (0, -case.k.shape[1] % BLOCK_TOKENS))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import lzma
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.resources import files
 from pathlib import Path
 
 import click
@@ -15,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import bench
 from bench import device, fetch_peers, plot, report, targets
 from bench.cases import FAMILIES, PROVIDER_NAMES, Target, entries, parse, registry, select
 from bench.results import Row, append, latest, read
@@ -164,6 +167,20 @@ def test_the_latest_run_of_ours_counts_and_runs_are_not_mixed() -> None:
 
 
 # The command line and what it prints.
+
+
+def test_no_method_keeps_the_inputs_of_a_case_alive() -> None:
+    """`functools.cache` on a method keeps every object that it was called on: a run of all cases fills the device."""
+    kept = [
+        f"{path.name}: {cls.name}.{method.name}"
+        for path in Path(str(files(bench))).glob("*.py")
+        for cls in ast.walk(ast.parse(path.read_text()))
+        if isinstance(cls, ast.ClassDef)
+        for method in cls.body
+        if isinstance(method, ast.FunctionDef)
+        if any("cached_property" not in (text := ast.unparse(one)) and "cache" in text for one in method.decorator_list)
+    ]
+    assert not kept
 
 
 def test_list_needs_no_gpu() -> None:

@@ -199,7 +199,7 @@ CONTEXTS = sorted({int(1000 * 1.25**i) for i in range(32)} | {1 << 17, 1 << 20})
 @pytest.mark.parametrize(("kind", "top"), [("blocks", 512), ("padded", 2051), ("padded", 8192), ("blocks", 8192)])
 @pytest.mark.parametrize("group", range(1, 17))
 def test_every_tile_stays_within_what_the_kernels_have(group, kind, top) -> None:
-    """Rows within the mask words, words past a small tile's within the workspace, counts within 16 bits, and memory."""
+    """Rows within the mask words, counts within 16 bits, and memory."""
     before = 0
     for tokens in CONTEXTS:
         shape = (1, 700, tokens, 2 * group, 2, 256, top, kind)
@@ -212,18 +212,15 @@ def test_every_tile_stays_within_what_the_kernels_have(group, kind, top) -> None
             assert (kind, top) == ("blocks", 8192), "16 times what the model selects"
             continue
         assert space == SparsePrefillRunner.workspace_size(*shape)
-        found, parts = union._sizes(p), {part.name: part for part in space.parts}
+        found = union._sizes(p)
         pairs, mask_rows = found["tile_pairs"], found["mask_rows"]
         assert union.shared_memory(p) <= union_layout.MAX_SMEM_BYTES
-        # `union_prefill` reads a word for each of 128 pairs, of plane 3 of the last tile, too.
-        past = parts["row_path"].offset - parts["past_masks"].offset
         for start in range(0, 700 * group, pairs):
             end = min(start + pairs, 700 * group)
             assert (end - 1) // group - start // group < mask_rows
-            assert 4 * ((start + 127) // group - start // group + 1 - mask_rows) <= past
-            first_half = (min(start + 64, end) - 1) // group - start // group + 1
-            most = min(first_half * union._blocks_per_row(p), tokens // 4)
-            assert most < 2**15, "blocks of warpgroup 0's rows alone, in the upper half of a signed word"
+        union_blocks = min(mask_rows * union._blocks_per_row(p), -(-tokens // 4))
+        assert found["max_chunks"] * found["tile"] // 4 <= union_blocks + 2 * found["tile"] // 4
+        assert union_layout.max_union(group, pairs, union._blocks_per_row(p), tokens) < 2**16, "counts of 16 bits"
 
 
 def test_a_workspace_serves_shorter_contexts() -> None:

@@ -212,7 +212,7 @@ class SparsePrefill(RowGather):
         tO.fill(0.0)
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
-        if start + row < length:
+        if Int64(start) + row < length:
             q = q_ptr.toint() + (Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head) * 2
             self.load_q(smem, q, q_stride_head * 2, group_size, tid)
             self.attend(

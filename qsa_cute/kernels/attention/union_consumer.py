@@ -200,10 +200,12 @@ class UnionConsumer(UnionSteps):
 
     def first_masks(self, tiles: Tiles, tile: Int32, start: Int32, pair0: Int32, lane: Int32):
         """Of this lane's two rows: the first, counted from the tile's, bytes to the second, and chunk 0's words, which
-        has some for each of a block's tokens, `plane` bytes apart."""
+        has some for each of a block's tokens, `plane` bytes apart. Pairs past a tile that is cut small take those of
+        the last row: there are no others."""
         row0 = start // tiles.group_size
-        m0 = (start + pair0) // tiles.group_size - row0
-        to_m1 = ((start + pair0 + 8) // tiles.group_size - row0 - m0) * 4
+        last = tiles.mask_rows - 1
+        m0 = cutlass.min((start + pair0) // tiles.group_size - row0, last)
+        to_m1 = (cutlass.min((start + pair0 + 8) // tiles.group_size - row0, last) - m0) * 4
         plane = tiles.mask_rows * 4
         at = tiles.first_masks + (Int64(tile * 4 + (lane % 2) * 2) * Int64(tiles.mask_rows) + Int64(m0)) * 4
         w0 = union_ops.load_i32(at)

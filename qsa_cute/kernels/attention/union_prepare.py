@@ -30,7 +30,7 @@ from cutlass import Int32, Int64
 from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_scan import THREADS, WARPS, BlockScan
+from qsa_cute.kernels.attention.union_scan import THREADS, WARPS, BlockScan, open_block, position_of, rows_before
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
@@ -188,11 +188,12 @@ class UnionPrepare(BlockScan):
         row0, rows, halves = self.cut((tile % tiles_per_sequence) * tile_pairs, tile_pairs, seq_len, group_size)
         a_rows, first_b = halves
         context = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
-        position = row0
+        start = Int32(0)
         if query_starts.toint() != 0:
-            position = position + ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
-        length = cutlass.min(context, kv_seq_len)
-        live = cutlass.max(cutlass.min(context - position, rows), Int32(0))
+            start = ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
+        position = position_of(row0, start)
+        length = cutlass.max(cutlass.min(context, kv_seq_len), Int32(0))
+        live = rows_before(context, row0, start, rows)
         ids = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row0) * indices_stride_row) * 4
 
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
@@ -227,8 +228,8 @@ class UnionPrepare(BlockScan):
             )
             row = tid
             while row < live:
-                tail = position + row + 1
-                self.record(smem, partial, records, row, tail // 4, (1 << (tail % 4)) - 1, length)
+                block, tokens = open_block(position + row)
+                self.record(smem, partial, records, row, block, tokens, length)
                 row = row + THREADS
         else:
             added = self.read_list(
@@ -258,9 +259,9 @@ class UnionPrepare(BlockScan):
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
             found = found + bits
         before0, total0, before1, total1, twice = self.scan(smem + SCAN, c0, c1, added - found, tid)
-        only_a_blocks = total0 >> 16
+        only_a_blocks = (total0 >> 16) & 0xFFFF
         only_b_blocks = total1 & 0xFFFF
-        partial_blocks = total1 >> 16
+        partial_blocks = (total1 >> 16) & 0xFFFF
         pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
         limit = pairs * self.blocks
         shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
@@ -501,9 +502,9 @@ class UnionPrepare(BlockScan):
     ):
         """Write each block of this thread's words to its place."""
         n_shared = before0 & 0xFFFF
-        n_a = before0 >> 16
+        n_a = (before0 >> 16) & 0xFFFF
         n_b = before1 & 0xFFFF
-        n_part = before1 >> 16
+        n_part = (before1 >> 16) & 0xFFFF
         for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, words), unroll=1):
             shared, only_a, only_b, part, _ = self.classify(bitmaps, partial, i, words, live, a_rows, first_b)
             left = shared | only_a | only_b | part

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, RowGather, RowOutput, Share
 from qsa_cute.kernels.attention.sparse_prefill import DenseTokens
+from qsa_cute.kernels.attention.union_scan import position_of, rows_before
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
@@ -223,9 +224,9 @@ class UnionRows(RowGather):
                 row = (unit // num_kv_heads) % seq_len
                 batch = unit // num_kv_heads // seq_len
                 context = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
-                position = row
+                start = Int32(0)
                 if query_starts.toint() != 0:
-                    position = row + ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
+                    start = ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
                 head = Int64(kv_head * group_size)
                 source = DenseTokens(
                     k_ptr.toint() + (Int64(batch) * k_stride_batch + Int64(kv_head) * k_stride_head) * 2,
@@ -244,7 +245,7 @@ class UnionRows(RowGather):
                 tO.fill(0.0)
                 tMax.fill(EMPTY_MAX)
                 tSum.fill(0.0)
-                if position < context:
+                if rows_before(context, row, start, Int32(1)) != 0:
                     q = (
                         q_ptr.toint()
                         + (Int64(batch) * q_stride_batch + Int64(row) * q_stride_row + head * q_stride_head) * 2
@@ -253,7 +254,7 @@ class UnionRows(RowGather):
                     self.attend(
                         smem,
                         source,
-                        RowList(at, index_kind, columns, position),
+                        RowList(at, index_kind, columns, position_of(row, start)),
                         entries,
                         attention_scale * ops.LOG2_E,
                         Share(Int32(0), Int32(1), group_size),

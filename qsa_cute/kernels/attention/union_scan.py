@@ -1,14 +1,34 @@
-"""What the union's pre-kernels share: how a tile is cut, and a prefix sum over their 256 threads."""
+"""What the union's pre-kernels share: how a tile is cut, which of its rows count, a prefix sum over 256 threads."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
+from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.common import ops
 from qsa_cute.union_layout import HALF
 
 THREADS = 256
 WARPS = THREADS // 32
+FAR = 1 << 30  # past any token that exists
+
+
+def position_of(row: Int32, query_start: Int32) -> Int32:
+    """The position of a row of a sequence whose first row is at `query_start`; of what wraps around, one past any
+    token."""
+    return row + cutlass.max(cutlass.min(query_start, FAR), Int32(-FAR))
+
+
+def rows_before(context: Int32, row: Int32, query_start: Int32, rows: Int32) -> Int32:
+    """How many of `rows` rows from `row` on lie before the context's end, whatever it and the start hold."""
+    before = cutlass.min(Int64(context) - query_start - row, Int64(rows))
+    return Int32(cutlass.max(before, Int64(0)))
+
+
+def open_block(position: Int32):
+    """The block that a position leaves open, and a bit for each of its tokens so far: none before a sequence."""
+    end = cutlass.max(position + 1, Int32(0))
+    return end // BLOCK_TOKENS, (1 << (end % BLOCK_TOKENS)) - 1
 
 
 class BlockScan:

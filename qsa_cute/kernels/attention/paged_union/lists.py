@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute import paged_union_layout as union_layout
+from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_scan import THREADS
+from qsa_cute.kernels.attention.union_scan import THREADS, open_block
 from qsa_cute.kernels.common import ops
 
 ID_ROWS, LIST_ROWS = 12, 8  # rows whose loads a thread has in flight: a word a row of ids, four of a list
@@ -100,10 +101,10 @@ class UnionLists:
         if cutlass.const_expr(counting):
             row = maps.first + tid
             while row < maps.last:
-                tail = lists.position + row + 1
-                if tail % 4 != 0 and tail // 4 * 4 < lists.length:
-                    reach = cutlass.max(reach, tail // 4)
-                    self.record(lists, maps, row, tail // 4, (1 << (tail % 4)) - 1)
+                block, tokens = open_block(lists.position + row)
+                if tokens != 0 and block * BLOCK_TOKENS < lists.length:
+                    reach = cutlass.max(reach, block)
+                    self.record(lists, maps, row, block, tokens)
                 row = row + THREADS
         return added, reach
 

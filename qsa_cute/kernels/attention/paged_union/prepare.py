@@ -48,7 +48,7 @@ from qsa_cute.kernels.attention.paged_union.lists import (
     UnionLists,
 )
 from qsa_cute.kernels.attention.paged_union.places import Chunks, Halves, Pages, UnionPlaces
-from qsa_cute.kernels.attention.union_scan import THREADS
+from qsa_cute.kernels.attention.union_scan import THREADS, position_of, rows_before
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
@@ -255,10 +255,12 @@ class UnionPrepare(UnionLists, UnionPlaces):
             table2 = block_table.toint() + Int64(request2) * table_stride * 4
         else:
             context = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
+            start = Int32(0)
             if query_starts.toint() != 0:
-                position = position + ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
+                start = ops.load_global_i32(query_starts.toint() + Int64(batch) * 4)
+            position = position_of(row0, start)
             length = cutlass.max(cutlass.min(context, kv_seq_len), Int32(0))
-            live = cutlass.max(cutlass.min(context - position, rows), Int32(0))
+            live = rows_before(context, row0, start, rows)
             cut = live
         lists = Lists(at, indices_stride_row * 4, index_kind, top_k, live, cut, position, length)
         pages = Pages(table, table2, batch, num_pages, page_blocks, entry_shift)
