@@ -265,6 +265,11 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
                 tuning=(Tuning(_CLUSTER, ("sm_90a",)),),
             ),
+            Kernel(
+                name="sparse_decode_tma",
+                entry="qsa_cute.kernels.attention.sparse_decode_tma:SparseDecodeTma",
+                tuning=(Tuning({"stages": 10}, ("sm_90a",)),),
+            ),
             Kernel("paged_attention", "qsa_cute.kernels.attention.paged_attention:PagedAttention", _paged()),
             Kernel(
                 name="paged_attention_cluster",

@@ -86,7 +86,7 @@ class TestBuild:
             ["--gpu-arch", SM, "--dtype", "fp8_e4m3", "--kernels", "sparse_*"],
             2,
             "--dtype fp8_e4m3 leaves nothing of --kernels 'sparse_*'; there are: "
-            "sparse_prefill, sparse_decode, sparse_decode_cluster for bf16, fp16",
+            "sparse_prefill, sparse_decode, sparse_decode_cluster, sparse_decode_tma for bf16, fp16",
         ),
         (["--gpu-arch", SM, "--kernels", "index_*", "--head-dim", "256"], 2, "--head-dim 256 leaves nothing of"),
         (["--gpu-arch", "sm_90"], 2, "unknown SM 'sm_90'; did you mean sm_90a? there are: sm_80"),

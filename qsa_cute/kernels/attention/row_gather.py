@@ -76,7 +76,7 @@ class RowGather:
         self.head_dim, self.warps = head_dim, warps
         self.k_stages, self.v_stages, self.blocks_per_sm = k_stages, v_stages, blocks_per_sm
         self.chains = 2  # sums of QK^T that do not wait for each other
-        self.threads = 32 * warps
+        self.threads = self.workers = 32 * warps  # of a block, and those that multiply
         self.tile = WARP_TOKENS * warps
         self.chunk_tiles = self.threads // self.tile
         self.pitch = head_dim if self.fp8 else head_dim * 2  # bytes of a K or V row
@@ -151,8 +151,8 @@ class RowGather:
     def load_q(self, smem: Int32, q: Int64, head_bytes: Int64, group: Int32, tid: Int32):
         """Start copying the group's query heads to shared memory; rows past the group become zeros."""
         chunks = self.q_pitch // 16
-        for j in cutlass.range_constexpr(ROWS * chunks // self.threads):
-            i = tid + j * self.threads
+        for j in cutlass.range_constexpr(ROWS * chunks // self.workers):
+            i = tid + j * self.workers
             row = i // chunks
             c = i % chunks
             live = row < group
@@ -423,6 +423,15 @@ class RowGather:
                     )
                 if tid < 32 and lane % 4 == 0 and out.lse != 0:
                     self.store_lse(out.lse + Int64(row) * 4, tMax[r], tSum[r])
+
+    @cute.jit
+    def store_quad(self, out: RowOutput, row: Int32, col: Int32, v: tuple):
+        """Four neighbouring columns of a head's output."""
+        ops.store_global_i32x2(
+            out.o + Int64(row) * out.o_head + Int64(col) * 2,
+            ops.pack_2(self.dtype, v[0], v[1]),
+            ops.pack_2(self.dtype, v[2], v[3]),
+        )
 
     @cute.jit
     def inverse(self, total: Float32) -> Float32:

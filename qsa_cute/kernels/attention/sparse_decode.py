@@ -357,12 +357,3 @@ class SparseDecode(RowGather):
             self.store_quad(out, row, col, (o0 * inverse, o1 * inverse, o2 * inverse, o3 * inverse))
             if col == 0 and out.lse != 0:
                 self.store_lse(out.lse + Int64(row) * 4, top, total)
-
-    @cute.jit
-    def store_quad(self, out: RowOutput, row: Int32, col: Int32, v: tuple):
-        """Four neighbouring columns of a head's output."""
-        ops.store_global_i32x2(
-            out.o + Int64(row) * out.o_head + Int64(col) * 2,
-            ops.pack_2(self.dtype, v[0], v[1]),
-            ops.pack_2(self.dtype, v[2], v[3]),
-        )

@@ -14,24 +14,6 @@ def cp_async_16(dst: Int32, src: Int64, size: Int32) -> None:
     cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[dst, src, size])
 
 
-def tma_load_3d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, barrier: Int32) -> None:
-    """A box of a tensor map to shared memory; its bytes complete on `barrier`. Elements out of bounds become 0."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}];",
-        read_only_args=[dst, tensor_map, c0, c1, c2, barrier],
-    )
-
-
-def tma_load_4d(dst: Int32, tensor_map: Int64, c0: Int32, c1: Int32, c2: Int32, c3: Int32, barrier: Int32) -> None:
-    """A box of a tensor map to shared memory; its bytes complete on `barrier`. Elements out of bounds become 0."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];",
-        read_only_args=[dst, tensor_map, c0, c1, c2, c3, barrier],
-    )
-
-
 def bulk_load(dst: Int32, src: Int64, size: Int32, barrier: Int32) -> None:
     """`size` bytes (a multiple of 16, 16-byte aligned) to shared memory; they complete on `barrier`."""
     cute.arch.inline_ptx(
@@ -116,11 +98,6 @@ def load_list_x4_if(wanted: Int32, aligned: Int32, addr: Int64, other: Int32) ->
         write_only_types=[Int32] * 4,
         read_only_args=[wanted, aligned, addr, other],
     )
-
-
-def forget(value: Int32) -> Int32:
-    """The same value, which no compiler knows: what follows from it is not kept in registers from before."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def exit_if_negative(value: Int32) -> None:

@@ -37,7 +37,7 @@ from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.union_consumer import Output, UnionConsumer, consumer_thread
 from qsa_cute.kernels.attention.union_gather import UnionGather
 from qsa_cute.kernels.attention.union_steps import BOX_COLUMNS, Heads, Tiles
-from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.common import early, ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
 PARAMS = (
@@ -219,5 +219,5 @@ class UnionPrefill(UnionGather, UnionConsumer):
     ):
         """An entry is the block's first token."""
         for c in cutlass.range_constexpr(self.boxes):
-            at = dst + c * (self.tile * 128)
-            union_ops.tma_load_3d(at, tensor_map, Int32(c * BOX_COLUMNS), kv_head, token, barrier)
+            at = (Int32(c * BOX_COLUMNS), kv_head, token)
+            tma.load_box(dst + c * (self.tile * 128), tensor_map, at, barrier)

@@ -166,6 +166,15 @@ def store_shared_i32x2(addr: Int32, v0: Int32, v1: Int32) -> None:
     cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, v0, v1])
 
 
+def load_shared_u8(addr: Int32) -> Int32:
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def store_shared_u8(addr: Int32, value: Int32) -> None:
+    """The low byte."""
+    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
 def store_shared_f32(addr: Int32, value: Float32) -> None:
     cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
@@ -280,6 +289,12 @@ def count_trailing_zeros(word: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", write_only_types=[Int32], read_only_args=[word]
     )
+
+
+def forget(value: Int32) -> Int32:
+    """The same value, which no compiler knows: what follows from it is not kept in registers from before, and it
+    is not made again from special registers."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:

@@ -44,7 +44,7 @@ from qsa_cute.kernels.attention.paged_union.consumer import Output, Tiles, Union
 from qsa_cute.kernels.attention.union_consumer import consumer_thread
 from qsa_cute.kernels.attention.union_gather import UnionGather
 from qsa_cute.kernels.attention.union_steps import BOX_COLUMNS, Heads
-from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.common import early, ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr
 
 PARAMS = (
@@ -269,6 +269,5 @@ class UnionPrefill(UnionGather, UnionConsumer):
     def load_boxes(self, tensor_map: Int64, dst: Int32, token: Int32, kv_head: Int32, page: Int32, barrier: Int32):
         """A block, or with the map of single tokens one: all of its columns."""
         for c in cutlass.range_constexpr(self.boxes):
-            union_ops.tma_load_4d(
-                dst + c * (self.tile * 128), tensor_map, Int32(c * BOX_COLUMNS), token, kv_head, page, barrier
-            )
+            at = (Int32(c * BOX_COLUMNS), token, kv_head, page)
+            tma.load_box(dst + c * (self.tile * 128), tensor_map, at, barrier)

@@ -15,7 +15,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention import union_ops
 from qsa_cute.kernels.attention.paged_union.consumer import Output, Tiles, UnionConsumer
 from qsa_cute.kernels.attention.paged_union.widen import Plane, WideningGather
 from qsa_cute.kernels.attention.union_consumer import Thread
@@ -261,12 +260,12 @@ class UnionPrefillFp8(WideningGather, UnionConsumer):
 
     @cute.jit
     def load_q(self, tiles: Tiles, q: Heads, q_smem: Int32, item: Int32, warp: Int32, lane: Int32):
-        UnionSteps.load_q(self, tiles, q, q_smem, item, warp, union_ops.forget(lane))
+        UnionSteps.load_q(self, tiles, q, q_smem, item, warp, ops.forget(lane))
 
     @cute.jit
     def settle_q(self, q_smem: Int32, warp: Int32, lane: Int32):
         """To fp16: each thread its own 16-byte pieces, where `load_q` put them."""
-        lane = union_ops.forget(lane)
+        lane = ops.forget(lane)
         pieces = self.head_dim // 8
         at_once = 32 // pieces
         piece = lane % pieces

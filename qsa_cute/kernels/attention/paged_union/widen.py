@@ -80,7 +80,7 @@ class WideningGather:
                 if cutlass.const_expr(with_masks):
                     if warp == 0:
                         self.load_masks(tiles, tile, chunk, n, masks, barrier)
-            lane = union_ops.forget(cute.arch.lane_idx())
+            lane = ops.forget(cute.arch.lane_idx())
             token = (lane >> 2) & 3
             # The swizzle is by token % 8, and the parity of a warp's blocks is the warp's.
             swizzled = ((lane & 3) * 2) ^ ((warp & 1) * 4 + token)

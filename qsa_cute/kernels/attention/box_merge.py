@@ -1,0 +1,162 @@
+"""The blocks of a cluster that share a list and gather it by TMA (`box_gather.py`) merge in shared memory (SM90).
+
+Rank c of n owns groups c, c + n, ... of O's columns, eight a group. While a block multiplies for the last time, its
+gather warps tell every rank its maxima and sums, and one of them finds what each rank's O is to be multiplied by. Each
+rank gets its columns of every O as they are, and stores their weighted sum, in rank order.
+
+Shared memory: that of `box_gather.py`, two mbarriers, and an inbox apart from the ring, so that a block sends as soon
+as it is done: [source rank][owned group][row][8] FP32.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from qsa_cute.kernels.attention.box_gather import GATHER_WARPS, BoxGather
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput, Share
+from qsa_cute.kernels.attention.sparse_decode_cluster import GROUP_BYTES, MAX_CLUSTER
+from qsa_cute.kernels.common import ops, tma
+
+
+class BoxMerge(BoxGather):
+    """`begin`; then the warps that gather run `share_sums` and `weigh`, those that multiply `address_columns`,
+    `send_columns` and `sum_columns`."""
+
+    early_launch = True  # `begin` waits for the kernels before this one
+
+    def __init__(self, head_dim: int, dtype: str, stages: int):
+        super().__init__(head_dim, dtype, stages)
+        self.groups = head_dim // 8
+        self.warp_groups = self.warp_cols // 8
+        self.sizes |= {
+            "inbox_full": 8,
+            "peers_full": 8,
+            "inbox": (self.groups + MAX_CLUSTER) * GROUP_BYTES,
+            "peers": MAX_CLUSTER * ROWS * 8,  # [rank][ROWS][maximum, sum] FP32
+            "weights": MAX_CLUSTER * ROWS * 4,  # [rank][ROWS] FP32, of the ranks' O
+        }
+        self.lay_out()
+
+    @cute.jit
+    def begin(self, smem: Int32, share: Share, tid: Int32):
+        """Set up the mbarriers; let the next kernel start, wait for the last one."""
+        if tid == 0:
+            self.set_up_ring(smem)
+            owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
+            for part, row_bytes in (("inbox_full", owned * 32), ("peers_full", Int32(8))):
+                barrier = ops.shared_barrier(smem + self.at[part])
+                cute.arch.mbarrier_init(barrier, 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, share.num_splits * share.group * row_bytes)
+            cute.arch.mbarrier_init_fence()
+        if share.num_splits > 1:
+            cute.arch.cluster_arrive_relaxed()  # says that the mbarriers are set up; awaited before stores to peers
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def address_columns(self, smem: Int32, share: Share, slots: Int32, tTo: cute.Tensor, tid: Int32):
+        """Where in the cluster this thread's part of each of its warp's groups of columns goes, and its mbarrier."""
+        lane = tid & 31
+        row = (lane >> 2) + 8 * (lane & 1)
+        inbox = smem + self.at["inbox"] + share.split * slots * GROUP_BYTES + row * 32 + (lane >> 1 & 1) * 16
+        for n in cutlass.range_constexpr(self.warp_groups):
+            group = (tid >> 5) * self.warp_groups + n
+            slot = group // share.num_splits
+            rank = group - slot * share.num_splits
+            tTo[2 * n] = ops.map_cluster(inbox + slot * GROUP_BYTES, rank)
+            tTo[2 * n + 1] = ops.map_cluster(smem + self.at["inbox_full"], rank)
+
+    @cute.jit
+    def share_sums(self, smem: Int32, share: Share, gatherer: Int32, lane: Int32):
+        """Tell every rank this block's maxima and sums, beside its last products: a half of a warp a rank."""
+        cute.arch.barrier(barrier_id=3, number_of_threads=self.threads)
+        row = lane & (ROWS - 1)
+        top = ops.load_shared_f32(smem + self.at["tops"] + row * 4)
+        total = self.read_sum(smem, row)
+        peers = smem + self.at["peers"] + (share.split * ROWS + row) * 8
+        for rank in cutlass.range(gatherer + GATHER_WARPS * (lane >> 4), share.num_splits, 2 * GATHER_WARPS, unroll=1):
+            to = ops.map_cluster(peers, rank)
+            barrier = ops.map_cluster(smem + self.at["peers_full"], rank)
+            if row < share.group:
+                ops.store_cluster_async_x2(to, top, total, barrier)
+
+    @cute.jit
+    def weigh(self, smem: Int32, lse: Int64, share: Share, lane: Int32):
+        """weights[rank][row]: what a rank's O is multiplied by. By one warp, beside the last products: two lanes a row,
+        eight ranks each."""
+        tma.wait(smem + self.at["peers_full"], Int32(0))
+        row = lane % ROWS
+        peers = smem + self.at["peers"] + row * 8
+        stats = []
+        for j in cutlass.range_constexpr(MAX_CLUSTER // 2):
+            rank = lane // ROWS * (MAX_CLUSTER // 2) + j
+            top, length = Float32(EMPTY_MAX), Float32(0.0)
+            if rank < share.num_splits and row < share.group:
+                top, length = ops.load_shared_f32x2(peers + rank * (ROWS * 8))
+            stats.append((top, length))
+        top = stats[0][0]
+        for j in cutlass.range_constexpr(1, MAX_CLUSTER // 2):
+            top = cute.arch.fmax(top, stats[j][0])
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=ROWS))
+        total = Float32(0.0)
+        weights = []
+        for j in cutlass.range_constexpr(MAX_CLUSTER // 2):
+            weights.append(cute.math.exp2(stats[j][0] - top, fastmath=True))
+            total = total + weights[j] * stats[j][1]
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=ROWS)
+        inverse = self.inverse(total)
+        at = smem + self.at["weights"] + (lane // ROWS * (MAX_CLUSTER // 2) * ROWS + row) * 4
+        for j in cutlass.range_constexpr(MAX_CLUSTER // 2):
+            ops.store_shared_f32(at + j * (ROWS * 4), weights[j] * inverse)
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=2, number_of_threads=self.workers + 32)
+        if lane < share.group and share.split == 0 and lse != 0:
+            self.store_lse(lse + Int64(row) * 4, top, total)
+
+    @cute.jit
+    def send_columns(self, smem: Int32, share: Share, tO: cute.Tensor, tTo: cute.Tensor, tid: Int32):
+        """Every rank its groups of this block's O."""
+        lane = tid & 31
+        # Neighbouring lanes trade halves: the even one sends four columns of row r, the odd one of row r + 8.
+        odd = (lane & 1) == 1
+        row = (lane >> 2) + 8 * (lane & 1)
+        for n in cutlass.range_constexpr(self.warp_groups):
+            o = [tO[4 * n + i] for i in range(4)]
+            got = [cute.arch.shuffle_sync_bfly(o[i] if odd else o[2 + i], offset=1) for i in range(2)]
+            if row < share.group:
+                quad = (
+                    got[0] if odd else o[0],
+                    got[1] if odd else o[1],
+                    o[2] if odd else got[0],
+                    o[3] if odd else got[1],
+                )
+                ops.store_cluster_async_x4(tTo[2 * n], quad, tTo[2 * n + 1])
+
+    @cute.jit
+    def sum_columns(self, smem: Int32, out: RowOutput, share: Share, slots: Int32, tid: Int32):
+        """Four columns of a row: the weighted sum over the ranks, by one thread, or by four of many ranks; store."""
+        cute.arch.barrier(barrier_id=2, number_of_threads=self.workers + 32)
+        parts = Int32(2) if share.num_splits >= 8 else Int32(0)  # log2
+        owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
+        part = tid & ((1 << parts) - 1)
+        step = slots * GROUP_BYTES
+        for i in cutlass.range(tid >> parts, owned * (2 * ROWS), self.workers >> parts, unroll=1):
+            half, row, slot = i & 1, (i >> 1) & (ROWS - 1), i >> 5
+            at = smem + self.at["inbox"] + slot * GROUP_BYTES + row * 32 + half * 16 + part * step
+            o0, o1, o2, o3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+            weights = smem + self.at["weights"] + (part * ROWS + row) * 4
+            if row < share.group:
+                for _ in cutlass.range(part, share.num_splits, 1 << parts, unroll=4):
+                    v = ops.load_shared_f32x4(at)
+                    w = ops.load_shared_f32(weights)
+                    o0, o1, o2, o3 = o0 + v[0] * w, o1 + v[1] * w, o2 + v[2] * w, o3 + v[3] * w
+                    at, weights = at + (step << parts), weights + ((ROWS * 4) << parts)
+            if parts > 0:
+                for offset in cutlass.range_constexpr(1, 3):
+                    o0 = o0 + cute.arch.shuffle_sync_bfly(o0, offset=offset)
+                    o1 = o1 + cute.arch.shuffle_sync_bfly(o1, offset=offset)
+                    o2 = o2 + cute.arch.shuffle_sync_bfly(o2, offset=offset)
+                    o3 = o3 + cute.arch.shuffle_sync_bfly(o3, offset=offset)
+            if row < share.group and part == 0:
+                column = (slot * share.num_splits + share.split) * 8 + half * 4
+                self.store_quad(out, row, column, (o0, o1, o2, o3))
