@@ -11,13 +11,13 @@ from bench import inputs as made
 from bench.timing import Timing
 from qsa_cute.geometry import HEAD_DIM, HOST_MAX_SPLITS, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_TOKENS, POOL_HEAD_DIM
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner
-from qsa_cute.runners.sparse_decode import CLUSTER, SPLIT_KV, algorithm_for
+from qsa_cute.runners.sparse_decode import SPLIT_KV, TMA, algorithm_for
 from qsa_cute.runtime import default_loader
 from qsa_cute.runtime.overhead import bench_launch
 
 _BATCH = 200  # launches between synchronisations
 _REPEATS = 20
-_KERNELS = {CLUSTER: ("sparse_decode_cluster", None), SPLIT_KV: ("sparse_decode", {"max_splits": HOST_MAX_SPLITS})}
+_KERNELS = {TMA: ("sparse_decode_tma", None), SPLIT_KV: ("sparse_decode", {"max_splits": HOST_MAX_SPLITS})}
 
 
 def _empty_decode() -> SparseDecodeParams:
@@ -42,14 +42,16 @@ def launch_costs() -> dict[str, Timing]:
     params = _empty_decode()
     kernel_name, baked = _KERNELS[algorithm_for()]
     SparseDecodeRunner.run("bf16", params)
-    kernel = default_loader().kernel((kernel_name, HEAD_DIM, "bf16", baked))
+    loader = default_loader()
+    kernel = loader.kernel((kernel_name, HEAD_DIM, "bf16", baked))
+    packed = params.with_map(loader.driver) if algorithm_for() == TMA else params
     samples: dict[str, list[float]] = {"ours": [], "bare": []}
     triton_launch = _triton_launch()
     if triton_launch is not None:
         samples["triton"] = []
     for _ in range(_REPEATS):
         found = bench_launch(
-            kernel, params, params.grid, params.stream, lambda: SparseDecodeRunner.run("bf16", params), repeats=3
+            kernel, packed, params.grid, params.stream, lambda: SparseDecodeRunner.run("bf16", params), repeats=3
         )
         samples["ours"].append(found["ours_us"])
         samples["bare"].append(found["bare_us"])

@@ -172,7 +172,7 @@ def sparse_decode(
         q: bf16 or fp16 [batch, query_len, q_heads, head_dim] on a GPU.
         kv_pool: [flat_pages, 128, kv_heads, pool_head_dim], q's type; page_table: int32 [batch, 2, max_pages].
         indices: int32 [batch, query_len, top_k]; context_lengths: int32 [batch].
-        algorithm: "cluster" or "split_kv"; None picks what suits the device.
+        algorithm: "tma" or "split_kv"; None picks what suits the device.
 
     Returns, raises: as `sparse_prefill`. A workspace is allocated where the algorithm needs one.
     """
@@ -258,7 +258,8 @@ def _union_size(batch: int, rows: int, kv_rows: int, q_heads: int, kv_heads: int
 def _decode_workspace(q: Tensor, kv_pool: Tensor, algorithm: str | None) -> dict[str, Tensor]:
     if not _on_gpu(q) or q.dim() != 4 or kv_pool.dim() != 4:
         return {}
-    if (algorithm or algorithm_for(q.device.index)) != SPLIT_KV:
+    expanded = algorithm is None and 0 in kv_pool.stride()  # such a pool has no tensor map
+    if (algorithm or algorithm_for(q.device.index)) != SPLIT_KV and not expanded:
         return {}
     batch, query_len, _, head_dim = q.shape
     layout = _split_layout(batch, kv_pool.shape[2], head_dim, max(1, query_len))

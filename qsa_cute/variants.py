@@ -152,10 +152,6 @@ def _row_gather(paged: bool, **baked: int) -> tuple[Tuning, ...]:
     )
 
 
-# Two tiles of each in flight, one block an SM: the splits of a row are few and far apart.
-_CLUSTER = {"warps": 8, "k_stages": 2, "v_stages": 2, "blocks_per_sm": 1}
-
-
 # The paged kernels: one cache type each, and more tiles in flight where they are half as large.
 _PAGED_SPLITS = 32  # as many blocks as share a row where there are no clusters
 _FP8_STAGES = {"warps": 8, "k_stages": 2, "v_stages": 3, "blocks_per_sm": 2, "max_splits": _PAGED_SPLITS}
@@ -173,6 +169,11 @@ def _paged() -> tuple[Tuning, ...]:
             dtypes=_FP8,
         ),
     )
+
+
+def _cluster(dtype: str, **stages: int) -> Tuning:
+    """One block an SM: the splits of a row are few and far apart."""
+    return Tuning({"warps": 8, **stages, "blocks_per_sm": 1}, ("sm_90a",), dtypes=(dtype,))
 
 
 # Tokens of a chunk of the union: 80 at 256 columns, where 64 lost every comparison; 128 fit at 128 columns.
@@ -261,23 +262,15 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 tuning=_row_gather(paged=True, max_splits=geometry.HOST_MAX_SPLITS),
             ),
             Kernel(
-                name="sparse_decode_cluster",
-                entry="qsa_cute.kernels.attention.sparse_decode_cluster:SparseDecodeCluster",
-                tuning=(Tuning(_CLUSTER, ("sm_90a",)),),
-            ),
-            Kernel(
                 name="sparse_decode_tma",
                 entry="qsa_cute.kernels.attention.sparse_decode_tma:SparseDecodeTma",
-                tuning=(Tuning({"stages": 10}, ("sm_90a",)),),
+                tuning=(Tuning({"stages": 10}, ("sm_90a",)),),  # of 16 KB at 256 columns, beside an inbox: what fits
             ),
             Kernel("paged_attention", "qsa_cute.kernels.attention.paged_attention:PagedAttention", _paged()),
             Kernel(
                 name="paged_attention_cluster",
                 entry="qsa_cute.kernels.attention.paged_attention_cluster:PagedAttentionCluster",
-                tuning=(
-                    Tuning({**_CLUSTER, "k_stages": 2, "v_stages": 3}, ("sm_90a",), dtypes=("bf16",)),
-                    Tuning({**_CLUSTER, "k_stages": 4, "v_stages": 4}, ("sm_90a",), dtypes=_FP8),
-                ),
+                tuning=(_cluster("bf16", k_stages=2, v_stages=3), _cluster("fp8_e4m3", k_stages=4, v_stages=4)),
             ),
             Kernel(
                 name="union_prepare",

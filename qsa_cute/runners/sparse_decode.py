@@ -1,28 +1,31 @@
 """Sparse decode attention over the widened paged pool: parameters of a launch, and the runner.
 
-Two algorithms compute the same: "cluster" (SM90: the splits of a list are the blocks of a cluster, which merge in
-shared memory) and "split_kv" (every SM: partials in a workspace, merged by the last block to arrive).
+Two algorithms compute the same: "tma" (SM90: whole 4-token blocks of a list are copied as one, and its splits are the
+blocks of a cluster, which merge in shared memory) and "split_kv" (every SM: partials in a workspace, merged by the last
+block to arrive).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
-from qsa_cute.runners import checks, dispatch, splits
+from qsa_cute.runners import boxes, checks, dispatch, splits
 from qsa_cute.runners.tensors import Binder, current_stream
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader, default_loader
+from qsa_cute.runtime.driver import Driver
 from qsa_cute.support import Support, SupportCode
 
 SPLIT_KV = "split_kv"
-CLUSTER = "cluster"
-ALGORITHMS = (CLUSTER, SPLIT_KV)
+TMA = "tma"
+ALGORITHMS = (TMA, SPLIT_KV)
 
-_KERNELS = {SPLIT_KV: "sparse_decode", CLUSTER: "sparse_decode_cluster"}
+_KERNELS = {SPLIT_KV: "sparse_decode", TMA: "sparse_decode_tma"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +44,15 @@ class SparseDecodeParams:
         query_len: new tokens a sequence.
         lse_ptr: FP32 [batch_size, query_len, num_q_heads] for the natural-log LSE (-inf: no valid entry); 0 for none.
         partial_o, partial_stats, split_counters: workspace as `SparseDecodeRunner.workspace_size` describes it. It may
-            hold anything at entry; counters are zero afterwards. "cluster" needs none of it.
+            hold anything at entry; counters are zero afterwards. "tma" needs none of it.
         max_splits: split stride of the workspace, a constant of the built kernel.
-        algorithm: "cluster" or "split_kv"; None picks what suits the device.
-        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16.
+        algorithm: "tma" or "split_kv"; None picks what suits the device, and "split_kv" for a pool that is empty, or
+            whose tokens, heads or pages do not lie apart or 2^40 bytes apart: TMA does not take it.
+        num_splits: blocks that share a list; 0 lets the runner choose. "tma" takes up to 16.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         dtype: of Q, the pool and O, which `run` must then be given; "" where it is not known, of raw addresses.
-        k_pool_ptr, v_pool_ptr, k_page_table, v_page_table, group_size, grid: what follows from the rest.
+        k_pool_ptr, v_pool_ptr, k_page_table, v_page_table, group_size, grid, map_strides: what follows from the rest.
 
     Raises:
         ArgumentError: a value that no launch could take, or an output that overlaps another tensor.
@@ -96,15 +100,18 @@ class SparseDecodeParams:
     k_page_table: int = field(init=False)
     v_page_table: int = field(init=False)
     grid: tuple[int, int, int] = field(init=False)
+    map_strides: boxes.Strides | None = field(init=False)  # None: TMA does not take the pool
+    _with_map: SimpleNamespace | None = field(init=False, default=None, repr=False, compare=False)
     _as_split_kv: SparseDecodeParams | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checked = self._sizes()
         rows = checked["batch_size"] * checked["query_len"]
-        checked |= self._splits(rows * checked["num_kv_heads"], checked["top_k"], checked["max_splits"])
+        checked |= self._splits(rows * checked["num_kv_heads"], checked)
         checked["grid"] = (rows, checked["num_splits"], checked["num_kv_heads"])
         checked |= self._addresses(rows > 0, checked)
         checked |= self._strides(checked)
+        checked["map_strides"] = self._map_strides(rows > 0, checked)
         checked["attention_scale"] = checks.scalar("attention_scale", self.attention_scale)
         checked["stream"] = checks.address("stream", self.stream, 1, required=False)
         checks.settle(self, checked)
@@ -137,14 +144,15 @@ class SparseDecodeParams:
             "dtype": checks.element("dtype", self.dtype),
         }
 
-    def _splits(self, units: int, top_k: int, max_splits: int) -> dict[str, Any]:
+    def _splits(self, units: int, sizes: dict[str, Any]) -> dict[str, Any]:
         if self.algorithm is not None and self.algorithm not in ALGORITHMS:
             taken = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes {taken} or None")
-        most = max_splits if self.algorithm == SPLIT_KV else splits.MAX_CLUSTER
+        most = sizes["max_splits"] if self.algorithm == SPLIT_KV else splits.MAX_CLUSTER
         number = checks.integer("num_splits", self.num_splits, 0, most)
         if number and self.algorithm is None:
             raise ArgumentError(f"num_splits is {number} without an algorithm; name the one it is meant for")
+        top_k = sizes["top_k"] if sizes["num_flat_pages"] else 1  # nothing to share in an empty pool
         if not number and self.algorithm == SPLIT_KV:
             number = splits.of_workspace(units, top_k, most)
         return {"num_splits": number or splits.of_cluster(units, top_k)}
@@ -193,6 +201,18 @@ class SparseDecodeParams:
         found["indices_stride_row"] = checks.stride("indices_stride_row", self.indices_stride_row, sizes["top_k"], 1)
         return found
 
+    def _map_strides(self, launches: bool, sizes: dict[str, Any]) -> boxes.Strides | None:
+        dims = (geometry.PAGE_TOKENS, sizes["num_kv_heads"], sizes["num_flat_pages"])
+        elements = (sizes["token_stride"], sizes["head_stride"], sizes["page_stride"])
+        found = boxes.strides(dims, elements, sizes["head_dim"])
+        if found is None and launches and self.algorithm == TMA:
+            raise ArgumentError(
+                f"the pool has {dims[2]} pages of {dims[0]} tokens and {dims[1]} KV heads; its strides are "
+                f"{elements[2]}, {elements[0]} and {elements[1]} elements. Algorithm 'tma' takes at least one page, "
+                "and pages, tokens and heads that lie apart, by less than 2^40 bytes"
+            )
+        return found
+
     def _check_overlap(self) -> None:
         rows, heads, elem = self.grid[0], self.num_q_heads, checks.ELEM_BYTES
         kv_heads, units = self.num_kv_heads, self.grid[0] * self.num_kv_heads * self.max_splits
@@ -218,6 +238,16 @@ class SparseDecodeParams:
             checks.extent("page_table", self.page_table, tables, 2 * self.max_pages_per_seq, 4),
         )
         checks.disjoint(outputs, inputs)
+
+    def with_map(self, driver: Driver) -> SimpleNamespace | None:
+        """These parameters and the words of the pool's tensor map, made at the first call; None where there is none."""
+        if self._with_map is None and self.map_strides is not None:
+            dims = (geometry.PAGE_TOKENS, self.num_kv_heads, self.num_flat_pages)
+            words = boxes.encode(driver, self.kv_pool_ptr, self.head_dim, dims, self.map_strides)
+            values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+            values |= {f"kv_map_{i}": word for i, word in enumerate(words)} | {"packed": None}
+            object.__setattr__(self, "_with_map", SimpleNamespace(**values))
+        return self._with_map
 
     def as_split_kv(self) -> SparseDecodeParams:
         """These parameters for "split_kv", made at the first call.
@@ -396,8 +426,8 @@ class SparseDecodeRunner:
         loader = default_loader()
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
         each = [dispatch.wanted(_KERNELS[SPLIT_KV], dim, dtype, _baked(max_splits)) for dim in dims]
-        if _suits(loader, -1 if device is None else device) == CLUSTER:
-            each += [dispatch.wanted(_KERNELS[CLUSTER], dim, dtype) for dim in dims]
+        if _suits(loader, -1 if device is None else device) == TMA:
+            each += [dispatch.wanted(_KERNELS[TMA], dim, dtype) for dim in dims]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
     @staticmethod
@@ -415,22 +445,18 @@ class SparseDecodeRunner:
         if not params.grid[0]:
             return
         loader = default_loader()
-        algorithm = params.algorithm or _suits(loader, params.device)
-        stream = params.stream
-        alone = params.algorithm is None and params.num_splits == 1  # nothing to merge: two blocks an SM are faster
-        if algorithm == CLUSTER and not alone:
-            wanted = dispatch.wanted(_KERNELS[CLUSTER], params.head_dim, dtype)
-            if params.dtype and params.dtype != wanted.dtype:
-                raise checks.other_dtype(dtype, params.dtype)
-            kernel = loader.peek(wanted, params.device, stream)
-            kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
-            return
-        if algorithm == SPLIT_KV and params.algorithm is None:
+        boxed = params.map_strides is not None and (params.algorithm or _suits(loader, params.device)) == TMA
+        if params.algorithm is None and not boxed:
             params = params.as_split_kv()
-        wanted = dispatch.wanted(_KERNELS[SPLIT_KV], params.head_dim, dtype, _baked(params.max_splits))
+        kernel_name, baked = (_KERNELS[TMA], ()) if boxed else (_KERNELS[SPLIT_KV], _baked(params.max_splits))
+        wanted = dispatch.wanted(kernel_name, params.head_dim, dtype, baked)
         if params.dtype and params.dtype != wanted.dtype:
             raise checks.other_dtype(dtype, params.dtype)
+        stream = params.stream
         kernel = loader.peek(wanted, params.device, stream)
+        if boxed:
+            kernel.launch(params.with_map(loader.driver), params.grid, stream, (1, params.num_splits, 1))
+            return
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.
             kernel.zero(params.split_counters, params.grid[0] * params.grid[2], stream)
@@ -438,7 +464,7 @@ class SparseDecodeRunner:
 
 
 def algorithm_for(device: int = -1) -> str:
-    """The algorithm that `run` picks on a device (-1: the current context's)."""
+    """The algorithm that `run` picks on a device (-1: the current context's), for a pool that it takes."""
     return _suits(default_loader(), device)
 
 
@@ -448,4 +474,4 @@ def _baked(max_splits: int) -> dispatch.Baked:
 
 def _suits(loader: Loader, device: int) -> str:
     """The faster algorithm that runs on a device (-1: the current context's)."""
-    return CLUSTER if dispatch.capability(loader, device) == dispatch.SM90 else SPLIT_KV
+    return TMA if dispatch.capability(loader, device) == dispatch.SM90 else SPLIT_KV

@@ -136,7 +136,7 @@ def decode_case(dim: int, algorithm: str) -> Case:
 
 def checks(_sm90: bool) -> Iterator[Check]:
     prefill = {"rows": ("sparse_prefill",), "union": (PREPARE, MAIN, UNION_ROWS)}
-    decode = {"cluster": ("sparse_decode_cluster",), "split_kv": ("sparse_decode",)}
+    decode = {"tma": ("sparse_decode_tma",), "split_kv": ("sparse_decode",)}
     for dim in geometry.SUPPORTED_HEAD_DIMS:
         for algorithm, kernels in prefill.items():
             needs = tuple(need(kernel, dim) for kernel in kernels)

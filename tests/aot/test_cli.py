@@ -75,7 +75,7 @@ class TestBuild:
         (["--gpu-arch", SM, "--kernels", "nope*"], 2, "there are: sparse_prefill"),
         (["--gpu-arch", SM, "--head-dim", "64"], 2, "256, 128"),
         (["--gpu-arch", SM, "--dtype", "fp64"], 2, "bf16, fp16"),
-        (["--gpu-arch", "sm_80", "--kernels", "sparse_decode_cluster"], 2, "sparse_decode_cluster for sm_90a"),
+        (["--gpu-arch", "sm_80", "--kernels", "sparse_decode_tma"], 2, "sparse_decode_tma for sm_90a"),
         (
             ["--gpu-arch", "sm_80", "--dtype", "fp8_e4m3", "--kernels", "paged_attention*"],
             2,
@@ -86,7 +86,7 @@ class TestBuild:
             ["--gpu-arch", SM, "--dtype", "fp8_e4m3", "--kernels", "sparse_*"],
             2,
             "--dtype fp8_e4m3 leaves nothing of --kernels 'sparse_*'; there are: "
-            "sparse_prefill, sparse_decode, sparse_decode_cluster, sparse_decode_tma for bf16, fp16",
+            "sparse_prefill, sparse_decode, sparse_decode_tma for bf16, fp16",
         ),
         (["--gpu-arch", SM, "--kernels", "index_*", "--head-dim", "256"], 2, "--head-dim 256 leaves nothing of"),
         (["--gpu-arch", "sm_90"], 2, "unknown SM 'sm_90'; did you mean sm_90a? there are: sm_80"),

@@ -16,6 +16,7 @@ from qsa_cute.aot import manifest as mf
 from qsa_cute.aot import sass
 from qsa_cute.aot.cubin import Cubin, read_cubin
 from qsa_cute.errors import ArtifactError
+from qsa_cute.kernels.attention import sparse_decode_tma
 from qsa_cute.variants import Kernel
 
 
@@ -131,6 +132,13 @@ class TestDefects:
         (found,) = self.check(cubin=replace(SOUND, params=((0, 4),)))
         assert "((0, 8),)" in found
         assert "((0, 4),)" in found
+
+
+def test_a_tensor_map_that_is_used_where_it_stands_lies_at_a_multiple_of_64_bytes() -> None:
+    """Of the constant bank, where parameters begin at 0x210 on SM90."""
+    words = ({"name": name, "kind": kind} for param in sparse_decode_tma.PARAMS for name, kind in param.words())
+    (first,) = (param for param in mf.layout(words) if param["name"] == "kv_map_0")
+    assert (0x210 + first["offset"]) % 64 == 0
 
 
 def test_layout_aligns_each_to_its_size() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsa_cute.geometry import INDEX_WIDTH, PAGE_TOKENS
+from qsa_cute.geometry import BLOCK_TOKENS, INDEX_WIDTH, PAGE_TOKENS
 from qsa_cute.reference import attention as reference
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner
 
@@ -18,6 +18,7 @@ DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROUPS = (1, 3, 6, 12, 16)
 LENGTHS = (0, 1, 4, 128, 2048, 2051, 2052, 3000)
+BLOCK_KINDS = ("blocks", "holed", "shifted", "runs", "mixed", "backwards")
 KINDS = ("full", "holes", "none", "one", "two", "zoo", "twice", "late")
 BAD_IDS = (-(2**31), -(2**31) + 1, -129, -2, 2**31 - 1, 2**31 - 128, 1 << 24)
 ATOL = 2e-2  # of outputs against FP32, inputs of unit scale
@@ -77,10 +78,40 @@ def token_list(kind: str, length: int, width: int, generator: torch.Generator) -
     return ids
 
 
-def token_lists(lengths: tuple[int, ...], rows: int, width: int, seed: int) -> Tensor:
+def block_list(kind: str, length: int, width: int, generator: torch.Generator) -> Tensor:
+    """int32 [width] on the CPU: whole 4-token blocks and the open tail, as the indexer makes them, or nearly so.
+
+    holed: single entries of blocks taken away. shifted: no block at a multiple of four of the list. runs: four
+    consecutive tokens each, wherever they begin, also across a page. mixed: single tokens between blocks. backwards:
+    the tokens of each block in falling order.
+    """
+    blocks = torch.randperm(length // BLOCK_TOKENS, generator=generator)[: width // BLOCK_TOKENS]
+    ids = blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+    if kind == "runs":
+        ids = (ids + torch.randint(BLOCK_TOKENS, (len(blocks), 1), generator=generator)).clamp(max=max(0, length - 1))
+    elif kind == "backwards":
+        ids = ids.flip(1)
+    elif kind == "mixed" and len(blocks):
+        lone = torch.rand(len(blocks), generator=generator) < 0.3
+        ids[lone] = torch.randint(length, (int(lone.sum()), BLOCK_TOKENS), generator=generator)
+    ids = torch.cat([ids.flatten(), torch.arange(length // BLOCK_TOKENS * BLOCK_TOKENS, length)])
+    if kind == "holed":
+        ids[torch.rand(len(ids), generator=generator) < 0.05] = -1
+    if kind == "shifted":
+        ids = torch.cat([torch.tensor([-1]), ids])
+    row = torch.full((width,), -1, dtype=torch.int32)
+    row[: len(ids)] = ids[:width].int()
+    return row
+
+
+def token_lists(lengths: tuple[int, ...], rows: int, width: int, seed: int, kinds: tuple[str, ...] = KINDS) -> Tensor:
     """[batch, rows, width] on the device; row r of each sequence is of kind r."""
     generator = torch.Generator().manual_seed(seed)
-    lists = [[token_list(KINDS[r % len(KINDS)], n, width, generator) for r in range(rows)] for n in lengths]
+
+    def one(kind: str, length: int) -> Tensor:
+        return (block_list if kind in BLOCK_KINDS else token_list)(kind, length, width, generator)
+
+    lists = [[one(kinds[r % len(kinds)], n) for r in range(rows)] for n in lengths]
     return torch.stack([torch.stack(row) for row in lists]).to(DEVICE)
 
 
@@ -260,6 +291,7 @@ def decode(
     pool_head_dim: int = 384,
     broken_pages: bool = True,
     seed: int = 0,
+    kinds: tuple[str, ...] = KINDS,
 ) -> Decode:
     """Sequences over a permuted pool: NaN in every cell that no list names, -1 and foreign ids in unused pages.
 
@@ -270,7 +302,7 @@ def decode(
     flat = 2 * batch * max_pages + 3
     q = normal(generator, kind, batch, query_len, kv_heads * group, head_dim)
     pool = normal(generator, kind, flat, PAGE_TOKENS, kv_heads, pool_head_dim)
-    ids = token_lists(lengths, query_len, width, seed)
+    ids = token_lists(lengths, query_len, width, seed, kinds)
     table = torch.randperm(flat, generator=generator, device=DEVICE).int()[: 2 * batch * max_pages]
     table = table.view(batch, 2, max_pages).contiguous()
     context = ints(lengths)

@@ -13,7 +13,7 @@ from qsa_cute.runtime.driver import default_driver
 from qsa_cute.selftest import attention
 from qsa_cute.selftest.memory import Case, Memory
 
-CASES = {"prefill": attention.prefill_case(256, "rows"), "decode": attention.decode_case(256, "cluster")}
+CASES = {"prefill": attention.prefill_case(256, "rows"), "decode": attention.decode_case(256, "tma")}
 
 
 def run(case: Case) -> str:

@@ -15,12 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this folder is there already
 import test_union as union
-from attention_cases import DTYPES, Decode, Output, Prefill, decode, prefill
+from attention_cases import BLOCK_KINDS, DTYPES, KINDS, Decode, Output, Prefill, decode, prefill
 
 from bench.device import require
 
 LENGTHS = (0, 5, 300)
-SPLITS = {"cluster": (1, 3, 16), "split_kv": (1, 3, 8)}
+SPLITS = {"tma": (1, 3, 16), "split_kv": (1, 3, 8)}
 
 
 def fresh(case: Prefill | Decode) -> None:
@@ -40,13 +40,14 @@ def main() -> None:
             want = case.reference()
             fresh(case)
             case.run().check(*want)
-            paged = decode(dtype, head_dim, lengths=LENGTHS, query_len=2, width=200)
-            want = paged.reference()
-            fresh(paged)
-            for algorithm, counts in SPLITS.items():
-                for splits in counts:
-                    out: Output = paged.run(algorithm, paged.workspace(), num_splits=splits)
-                    out.check(*want)
+            for kinds, query_len in ((KINDS, 2), (BLOCK_KINDS, 6)):
+                paged = decode(dtype, head_dim, lengths=LENGTHS, query_len=query_len, width=200, kinds=kinds)
+                want = paged.reference()
+                fresh(paged)
+                for algorithm, counts in SPLITS.items():
+                    for splits in counts:
+                        out: Output = paged.run(algorithm, paged.workspace(), num_splits=splits)
+                        out.check(*want)
         union.check_shared(union.shared(lengths=(300, 40), rows=24, top=16, dtype=dtype))
     union.test_many_holes_take_the_row_path()
     torch.cuda.synchronize()

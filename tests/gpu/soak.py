@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import test_indexer_layer as layers
 import torch
-from attention_cases import DTYPES, Output, decode, prefill
+from attention_cases import BLOCK_KINDS, DTYPES, KINDS, Output, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from indexer_cases import LOGIT_ATOL, LOGIT_RTOL
@@ -39,11 +39,11 @@ SAMPLE_EVERY = 40  # groups between two comparisons with the reference
 DECODES = (
     (1, 1, 2051, None, 0),
     (1, 1, 2051, "split_kv", 8),
-    (1, 4, 515, "cluster", 16),
-    (2, 2, 200, "cluster", 3),
+    (1, 4, 515, "tma", 16),
+    (2, 2, 200, "tma", 3),
     (3, 1, 64, "split_kv", 3),
     (4, 3, 77, None, 0),
-    (5, 1, 1024, "cluster", 7),
+    (5, 1, 1024, "tma", 7),
     (8, 4, 129, "split_kv", 2),
     (9, 8, 40, None, 0),
 )
@@ -167,11 +167,12 @@ def test_any_prefill(dtype, dim, heads, lengths, rows, width, seed) -> None:
     lengths,
     st.integers(1, 8),
     st.integers(1, 700),
-    st.sampled_from([("cluster", 16), ("split_kv", 8)]),
+    st.sampled_from([KINDS, BLOCK_KINDS]),
+    st.sampled_from([("tma", 16), ("split_kv", 8)]),
     st.integers(0, 16),
 )
-def test_any_decode(dtype, dim, heads, lengths, query_len, width, algorithm, splits) -> None:
-    case = decode(dtype, dim, *heads, lengths, query_len, width, seed=splits)
+def test_any_decode(dtype, dim, heads, lengths, query_len, width, kinds, algorithm, splits) -> None:
+    case = decode(dtype, dim, *heads, lengths, query_len, width, seed=splits, kinds=kinds)
     name, most = algorithm
     case.run(name, num_splits=min(splits, most)).check(*case.reference())
     case.run(None).check(*case.reference())
@@ -254,7 +255,7 @@ def test_eight_threads_share_a_loader(monkeypatch) -> None:
     fresh = Loader()
     for module in ("sparse_prefill", "sparse_decode"):
         monkeypatch.setattr(f"qsa_cute.runners.{module}.default_loader", lambda: fresh)
-    cases, algorithms = [small(seed) for seed in range(8)], ("cluster", "split_kv")
+    cases, algorithms = [small(seed) for seed in range(8)], ("tma", "split_kv")
     outs, spaces = [Output.like(case.q) for case in cases], [case.workspace() for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
@@ -319,7 +320,7 @@ def test_artifacts_replaced_under_a_running_process(tmp_path, monkeypatch) -> No
     monkeypatch.setattr("qsa_cute.runners.sparse_decode.default_loader", lambda: fresh)
     case = small(1)
     out, space = Output.like(case.q), case.workspace()
-    params = case.params(out, space, algorithm="cluster")
+    params = case.params(out, space, algorithm="tma")
     SparseDecodeRunner.run("bf16", params)
     root.rename(tmp_path / "away")
     root.mkdir()
@@ -333,10 +334,10 @@ def test_artifacts_replaced_under_a_running_process(tmp_path, monkeypatch) -> No
     torch.cuda.synchronize()
     out.check(*case.reference())
     with pytest.raises(ArtifactError, match="rebuild it"):
-        fresh.kernel(("sparse_decode_cluster", 128, "bf16"))
+        fresh.kernel(("sparse_decode_tma", 128, "bf16"))
     shutil.rmtree(root)
     (tmp_path / "away").rename(root)
-    assert fresh.kernel(("sparse_decode_cluster", 128, "bf16"))
+    assert fresh.kernel(("sparse_decode_tma", 128, "bf16"))
 
 
 def test_a_context_that_is_reset() -> None:

@@ -10,11 +10,11 @@ from attention_cases import Decode, Output, Prefill, Workspace, decode, prefill
 
 from qsa_cute.errors import CaptureError
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner
-from qsa_cute.runtime import Loader, available
+from qsa_cute.runtime import Loader, available, default_loader
 from qsa_cute.runtime.overhead import bench_launch
 from qsa_cute.variants import variants
 
-RUNNERS = {"prefill": None, "cluster": "cluster", "split_kv": "split_kv"}
+RUNNERS = {"prefill": None, "tma": "tma", "split_kv": "split_kv"}
 each = pytest.mark.parametrize("runner", RUNNERS)
 SMALL = (2052, 0, 5, 700)
 
@@ -260,12 +260,13 @@ def test_the_host_cost_of_a_run(runner) -> None:
     out, workspace = Output.like(case.q), space(case)
     stream = torch.cuda.current_stream().cuda_stream
     if runner == "prefill":
-        params = case.params(out)
+        packed = params = case.params(out)
         wanted, grid, call = ("sparse_prefill", 256, "bf16"), (params.num_blocks, 1, 1), SparsePrefillRunner.run
     else:
         params = case.params(out, workspace, algorithm=RUNNERS[runner], num_splits=1)
-        name = "sparse_decode_cluster" if runner == "cluster" else "sparse_decode"
+        packed = params.with_map(default_loader().driver)
+        name = "sparse_decode_tma" if runner == "tma" else "sparse_decode"
         wanted, grid, call = (name, 256, "bf16"), params.grid, SparseDecodeRunner.run
     kernel = Loader().kernel(wanted)
-    measured = [bench_launch(kernel, params, grid, stream, lambda: call("bf16", params), repeats=5) for _ in range(5)]
+    measured = [bench_launch(kernel, packed, grid, stream, lambda: call("bf16", params), repeats=5) for _ in range(5)]
     assert min(one["ratio"] for one in measured) <= 1.5, measured

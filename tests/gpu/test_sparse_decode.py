@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import DTYPES, GROUPS, Decode, Output, decode, ints, normal, seeded
+from attention_cases import BLOCK_KINDS, DTYPES, GROUPS, Decode, Output, decode, ints, normal, seeded
 from torch.nn.functional import scaled_dot_product_attention
 
 from qsa_cute.errors import ArgumentError
 from qsa_cute.runners import SparseDecodeRunner
 
-ALGORITHMS = ("cluster", "split_kv")
-SPLITS = [("cluster", n) for n in range(1, 17)] + [("split_kv", n) for n in range(1, 9)]
+ALGORITHMS = ("tma", "split_kv")
+SPLITS = [("tma", n) for n in range(1, 17)] + [("split_kv", n) for n in range(1, 9)]
 
 both = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
@@ -36,9 +36,52 @@ def test_any_number_of_splits(algorithm, splits, head_dim) -> None:
     check(case, case.run(algorithm, num_splits=splits))
 
 
-def test_the_default_algorithm_is_the_clusters() -> None:
+@both
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("head_dim", [256, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lists_of_blocks(dtype, head_dim, kind, algorithm) -> None:
+    """Whole blocks and what is nearly one, at each place in a page, with pages missing."""
+    lengths = (0, 1, 3, 4, 5, 7, 130, 2048, 2051, 5000)
+    case = decode(dtype, head_dim, lengths=lengths, query_len=2, kinds=(kind, "blocks"))
+    check(case, case.run(algorithm))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 9, 16])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("head_dim", [256, 128])
+def test_boxes_with_any_number_of_splits(head_dim, kind, splits) -> None:
+    """Lists that end anywhere in a stage and in a step: what lies past the end is not even zeros."""
+    lengths = tuple(range(1900, 1900 + 37 * 9, 37))
+    case = decode(head_dim=head_dim, lengths=lengths, query_len=1, broken_pages=False, kinds=(kind,))
+    first = case.run("tma", num_splits=splits)
+    check(case, first)
+    assert torch.equal(case.run("tma", num_splits=splits).bits(), first.bits())
+
+
+@pytest.mark.parametrize("pages", [1023, 1024, 1025])
+def test_boxes_with_page_tables_in_and_out_of_shared_memory(pages) -> None:
+    case = decode(lengths=(2100, 700), query_len=1, broken_pages=False, kinds=("mixed",))
+    wide = torch.full((2, 2, pages), -1, dtype=torch.int32, device="cuda")
+    wide[..., : case.page_table.shape[2]] = case.page_table
+    case.page_table = wide
+    check(case, case.run("tma"))
+
+
+def test_the_default_algorithm_is_boxes() -> None:
     case = decode(lengths=(2052, 77))
-    assert torch.equal(case.run(None).bits(), case.run("cluster").bits())
+    assert torch.equal(case.run(None).bits(), case.run("tma").bits())
+
+
+def test_a_pool_without_a_tensor_map() -> None:
+    """Both KV heads at one place: not by boxes, but by what takes it."""
+    case = decode(lengths=(2052, 77))
+    case.kv_pool = case.kv_pool[:, :, :1].nan_to_num().expand(*case.kv_pool.shape)
+    out = case.run(None)
+    check(case, out)
+    assert torch.equal(out.bits(), case.run("split_kv").bits())
+    with pytest.raises(ArgumentError, match="pages, tokens and heads that lie apart"):
+        case.run("tma")
 
 
 @both
@@ -111,7 +154,7 @@ def test_without_lse(algorithm) -> None:
     assert torch.equal(out.o.tensor, case.run(algorithm).o.tensor)
 
 
-def test_clusters_need_no_workspace() -> None:
+def test_boxes_need_no_workspace() -> None:
     case = decode(lengths=(2100, 40), query_len=1)
     out = Output.like(case.q)
     SparseDecodeRunner.run("bf16", case.params(out, None))

@@ -7,9 +7,10 @@ import struct
 
 import pytest
 from attention_params import DECODE, PREFILL, FakeTensor, MiB, decode, floats, ints, prefill
+from runtime_fakes import FakeDriver
 
 from qsa_cute.errors import ArgumentError
-from qsa_cute.kernels.attention import sparse_decode, sparse_decode_cluster, sparse_prefill
+from qsa_cute.kernels.attention import sparse_decode, sparse_decode_tma, sparse_prefill
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams
 
 BUILDS = {"prefill": prefill, "decode": decode}
@@ -17,13 +18,17 @@ BUILDS = {"prefill": prefill, "decode": decode}
 
 @pytest.mark.parametrize(
     ("kernel", "params"),
-    [(sparse_prefill, prefill()), (sparse_decode, decode()), (sparse_decode_cluster, decode())],
-    ids=["prefill", "decode", "cluster"],
+    [
+        (sparse_prefill, prefill()),
+        (sparse_decode, decode()),
+        (sparse_decode_tma, decode().with_map(FakeDriver())),
+    ],
+    ids=["prefill", "decode", "tma"],
 )
 def test_there_is_a_packable_value_for_every_kernel_parameter(kernel, params) -> None:
     codes = {"ptr": "<Q", "i64": "<q", "i32": "<i", "f32": "<f"}
-    for param in kernel.PARAMS:
-        struct.pack(codes[param.kind], getattr(params, param.name))
+    for name, kind in (word for param in kernel.PARAMS for word in param.words()):
+        struct.pack(codes[kind], getattr(params, name))
 
 
 class TestDerived:
@@ -54,7 +59,7 @@ class TestDerived:
             (1, None, 16),
             (1, "split_kv", 7),
             (4, None, 9),
-            (8, "cluster", 6),
+            (8, "tma", 6),
             (16, None, 3),
             (16, "split_kv", 4),
             (33, None, 2),
@@ -74,6 +79,24 @@ class TestDerived:
     def test_the_portable_twin_needs_the_workspace(self) -> None:
         with pytest.raises(ArgumentError, match="partial_o is null"):
             decode(partial_o=0).as_split_kv()
+
+    def test_the_portable_twin_of_an_empty_pool_has_nothing_to_merge(self) -> None:
+        assert decode(num_flat_pages=0, kv_pool_ptr=0, partial_o=0).as_split_kv().num_splits == 1
+
+    def test_strides_of_the_tensor_map(self) -> None:
+        assert decode().map_strides == (2 * 768, 2 * 384, 2 * 128 * 768)
+        assert decode(token_stride=384, head_stride=128 * 384).map_strides == (768, 128 * 768, 2 * 128 * 768)
+        assert decode(num_q_heads=8, num_kv_heads=1, head_stride=0).map_strides == (768, 512, 128 * 768)
+        assert decode(num_flat_pages=1, page_stride=0).map_strides == (2 * 768, 2 * 384, 512)
+
+    @pytest.mark.parametrize(
+        "pool", [{"num_flat_pages": 0}, {"page_stride": 0}, {"head_stride": 0}, {"page_stride": 2**39}]
+    )
+    def test_a_pool_that_has_no_tensor_map(self, pool) -> None:
+        assert decode(**pool).map_strides is None
+        assert decode(**pool, batch_size=0, algorithm="tma").map_strides is None
+        with pytest.raises(ArgumentError, match=r"pool has \d+ pages .* Algorithm 'tma' takes at least one page"):
+            decode(**pool, algorithm="tma")
 
     def test_an_empty_batch_needs_no_memory(self) -> None:
         none = dict.fromkeys((name for name in PREFILL if name.endswith("_ptr")), 0)
@@ -152,9 +175,9 @@ def test_prefill_refuses(changes, says) -> None:
         ({"query_len": 0}, "query_len is 0"),
         ({"kv_pool_ptr": 0}, "kv_pool_ptr is null"),
         ({"page_table": 0}, "page_table is null"),
-        ({"algorithm": "tree"}, "algorithm is 'tree'; it takes 'cluster', 'split_kv' or None"),
+        ({"algorithm": "tree"}, "algorithm is 'tree'; it takes 'tma', 'split_kv' or None"),
         ({"num_splits": 4}, "num_splits is 4 without an algorithm"),
-        ({"num_splits": 17, "algorithm": "cluster"}, "num_splits is 17; it takes an integer from 0 to 16"),
+        ({"num_splits": 17, "algorithm": "tma"}, "num_splits is 17; it takes an integer from 0 to 16"),
         ({"num_splits": 9, "algorithm": "split_kv"}, "num_splits is 9; it takes an integer from 0 to 8"),
         ({"partial_o": 0, "algorithm": "split_kv"}, "partial_o is null"),
         ({"partial_stats": 0, "algorithm": "split_kv"}, "partial_stats is null"),

@@ -211,20 +211,35 @@ class TestRun:
         assert launch.params is params
         assert loader.asked[0][1:] == (1, 7)
 
-    def test_decode_takes_clusters_on_sm90(self, use) -> None:
-        loader, params = use(FakeLoader()), decode(stream=7)
+    @pytest.mark.parametrize(("batch", "ranks"), [(1, 16), (4, 9), (16, 3), (32, 2), (64, 1), (128, 1)])
+    def test_decode_takes_boxes_and_clusters_on_sm90(self, use, batch, ranks) -> None:
+        none = dict.fromkeys(("partial_o", "partial_stats", "split_counters"), 0)
+        loader, params = use(FakeLoader()), decode(batch_size=batch, stream=7, **none)
         SparseDecodeRunner.run("fp16", params)
         (launch,) = loader.log
-        assert launch.wanted == ("sparse_decode_cluster", 256, "fp16", ())
-        assert (launch.grid, launch.cluster, launch.stream) == ((4, 9, 2), (1, 9, 1), 7)
+        assert launch.wanted == ("sparse_decode_tma", 256, "fp16", ())
+        assert (launch.grid, launch.cluster, launch.stream) == ((batch, ranks, 2), (1, ranks, 1), 7)
 
-    def test_decode_of_a_large_batch_has_nothing_to_merge(self, use) -> None:
-        none = dict.fromkeys(("partial_o", "partial_stats", "split_counters"), 0)
-        loader, params = use(FakeLoader()), decode(batch_size=64, **none)
-        SparseDecodeRunner.run("bf16", params)
-        (launch,) = loader.log
-        assert launch.wanted.kernel == "sparse_decode"
-        assert (launch.grid, launch.params) == ((64, 1, 2), params)
+    def test_a_pool_has_its_tensor_map_encoded_once(self, use) -> None:
+        loader, params = use(FakeLoader()), decode()
+        for one in (params, params, decode()):
+            SparseDecodeRunner.run("bf16", one)
+        first, again, other = (launch.params for launch in loader.log)
+        assert first is again is not other
+        for launched in (first, other):
+            assert [getattr(launched, f"kv_map_{i}") for i in range(16)] == list(range(-1, 15))
+            assert launched.packed is None
+        sizes, strides = (64, 128, 4, 2, 64), (2 * 768, 128, 2 * 384, 2 * 128 * 768)
+        box = (64, 4, 4, 1, 1)
+        encoded = [call for call in loader.driver.calls if call[0] == "encode_map"]
+        assert encoded == [("encode_map", "bf16", params.kv_pool_ptr, sizes, strides, box)]
+
+    @pytest.mark.parametrize("pool", [{"page_stride": 0}, {"num_flat_pages": 0}])
+    def test_a_pool_without_a_tensor_map_goes_through_the_workspace(self, use, pool) -> None:
+        loader = use(FakeLoader())
+        SparseDecodeRunner.run("bf16", decode(**pool))
+        assert loader.log[-1].wanted.kernel == "sparse_decode"
+        assert not loader.driver.count("encode_map")
 
     @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
     def test_decode_takes_the_workspace_elsewhere(self, use, capability) -> None:
@@ -305,7 +320,7 @@ def store(root, *built: tuple[str, int]):
     write_set(root, variants=variants)
 
 
-ALL_DECODE = [(kernel, dim) for kernel in ("sparse_decode", "sparse_decode_cluster") for dim in (256, 128)]
+ALL_DECODE = [(kernel, dim) for kernel in ("sparse_decode", "sparse_decode_tma") for dim in (256, 128)]
 
 
 class TestPreflight:

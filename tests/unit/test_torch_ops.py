@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runtime_fakes import FakeDriver
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qsa_cute import torch_ops
@@ -95,14 +96,8 @@ class Launches:
 def launches(monkeypatch) -> Launches:
     """CPU tensors pass for those of an SM90."""
     found = Launches()
-    driver = SimpleNamespace(
-        current_context=lambda: 1,
-        current_device=lambda: 0,
-        capability=lambda _: (9, 0),
-        encode_map=lambda *_: (0,) * 16,
-    )
     loader = SimpleNamespace(
-        driver=driver,
+        driver=FakeDriver(),
         peek=lambda wanted, *_: found.kernel(wanted.kernel),
         missing_reason=lambda *_: None,
     )
@@ -165,7 +160,7 @@ class TestKeptParams:
         out, lse = torch.empty(3, 1, 12, 256, dtype=torch.bfloat16), torch.empty(3, 1, 12)
         OPS.sparse_decode_out(*inputs, scale, out=out)
         OPS.sparse_decode_out(*inputs, 2 * scale, out=out)
-        OPS.sparse_decode_out(*inputs, scale, "cluster", out=out)
+        OPS.sparse_decode_out(*inputs, scale, "tma", out=out)
         OPS.sparse_decode_out(*inputs, scale, out=out, lse=lse)
         monkeypatch.setattr(torch_ops, "_stream", lambda _: 8)
         OPS.sparse_decode_out(*inputs, scale, out=out)

@@ -14,8 +14,10 @@ from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.box_gather import GATHER_WARPS, BoxGather
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput, Share
-from qsa_cute.kernels.attention.sparse_decode_cluster import GROUP_BYTES, MAX_CLUSTER
 from qsa_cute.kernels.common import ops, tma
+
+MAX_CLUSTER = 16  # the largest (non-portable) cluster of SM90
+GROUP_BYTES = ROWS * 8 * 4  # a group of 8 columns in the inbox
 
 
 class BoxMerge(BoxGather):
