@@ -44,7 +44,7 @@ def launch_costs() -> dict[str, Timing]:
     SparseDecodeRunner.run("bf16", params)
     loader = default_loader()
     kernel = loader.kernel((kernel_name, HEAD_DIM, "bf16", baked))
-    packed = params.with_map(loader.driver) if algorithm_for() == TMA else params
+    packed = params.with_map(loader) if algorithm_for() == TMA else params
     samples: dict[str, list[float]] = {"ours": [], "bare": []}
     triton_launch = _triton_launch()
     if triton_launch is not None:

@@ -6,7 +6,7 @@ import functools
 
 from qsa_cute import geometry
 from qsa_cute.runners import checks
-from qsa_cute.runtime.driver import Driver
+from qsa_cute.runtime import Loader
 
 MAX_STRIDE = 1 << 40  # bytes; the driver takes less
 _COLUMNS = 64  # of a part of a row: the 128 bytes of the swizzle
@@ -27,11 +27,12 @@ def strides(sizes: Sizes, elements: Sizes, head_dim: int) -> Strides | None:
 
 
 @functools.lru_cache(maxsize=256)  # a model's layers, each with its pages, come again with every step
-def encode(driver: Driver, address: int, head_dim: int, sizes: Sizes, steps: Strides) -> tuple[int, ...]:
+def encode(loader: Loader, device: int, address: int, head_dim: int, sizes: Sizes, steps: Strides) -> tuple[int, ...]:
     """The words of a map of (64 columns, tokens, head_dim / 64 parts of a row, KV heads, pages), its boxes a block of a
     head, of 16-bit elements: which, a copy does not ask."""
     parts = head_dim // _COLUMNS
-    return driver.encode_map(
+    return loader.encode_map(
+        device,
         "bf16",
         address,
         (_COLUMNS, sizes[0], parts, *sizes[1:]),

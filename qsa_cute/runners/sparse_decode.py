@@ -18,7 +18,6 @@ from qsa_cute.runners import boxes, checks, dispatch, splits
 from qsa_cute.runners.tensors import Binder, current_stream
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader, default_loader
-from qsa_cute.runtime.driver import Driver
 from qsa_cute.support import Support, SupportCode
 
 SPLIT_KV = "split_kv"
@@ -239,11 +238,11 @@ class SparseDecodeParams:
         )
         checks.disjoint(outputs, inputs)
 
-    def with_map(self, driver: Driver) -> SimpleNamespace | None:
+    def with_map(self, loader: Loader) -> SimpleNamespace | None:
         """These parameters and the words of the pool's tensor map, made at the first call; None where there is none."""
         if self._with_map is None and self.map_strides is not None:
             dims = (geometry.PAGE_TOKENS, self.num_kv_heads, self.num_flat_pages)
-            words = boxes.encode(driver, self.kv_pool_ptr, self.head_dim, dims, self.map_strides)
+            words = boxes.encode(loader, self.device, self.kv_pool_ptr, self.head_dim, dims, self.map_strides)
             values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
             values |= {f"kv_map_{i}": word for i, word in enumerate(words)} | {"packed": None}
             object.__setattr__(self, "_with_map", SimpleNamespace(**values))
@@ -455,7 +454,7 @@ class SparseDecodeRunner:
         stream = params.stream
         kernel = loader.peek(wanted, params.device, stream)
         if boxed:
-            kernel.launch(params.with_map(loader.driver), params.grid, stream, (1, params.num_splits, 1))
+            kernel.launch(params.with_map(loader), params.grid, stream, (1, params.num_splits, 1))
             return
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.

@@ -169,7 +169,8 @@ class Launches(TileLaunches):
         values = {name: getattr(p, name) for name in names} | _sizes(p)
         values |= workspace(p).addresses(p.workspace) | {"index_kind": KINDS[p.index_kind]}
         for plane in "kv":
-            words = loader.driver.encode_map(
+            words = loader.encode_map(
+                p.device,
                 dtype,
                 getattr(p, f"{plane}_ptr"),
                 (p.head_dim, p.num_kv_heads, p.kv_seq_len),

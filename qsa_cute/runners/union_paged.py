@@ -187,7 +187,9 @@ class Shape:
             ("row_path", "i32", (tiles, self.num_kv_heads)),
         )
 
-    def maps(self, loader: Loader, dtype: str, planes: dict[str, tuple[int, tuple[int, int, int]]]) -> dict[str, int]:
+    def maps(
+        self, loader: Loader, device: int, dtype: str, planes: dict[str, tuple[int, tuple[int, int, int]]]
+    ) -> dict[str, int]:
         """The tensor maps' words, by parameter; zeros for fp8, whose kernel copies without.
 
         Args:
@@ -208,7 +210,7 @@ class Shape:
             steps = tuple(
                 2 * (step if size > 1 else self.head_dim) for step, size in zip(strides, sizes[1:], strict=True)
             )
-            words = loader.driver.encode_map(dtype, address, sizes, steps, (_BOX_COLUMNS, tokens, 1, 1))
+            words = loader.encode_map(device, dtype, address, sizes, steps, (_BOX_COLUMNS, tokens, 1, 1))
             found |= {f"{name}_{i}": word for i, word in enumerate(words)}
         return found
 
@@ -295,7 +297,7 @@ class PagedLaunches(union.TileLaunches):
             )
             for plane in "kv"
         }
-        maps = what.maps(loader, cache_dtype, planes)
+        maps = what.maps(loader, p.device, cache_dtype, planes)
         values |= maps | what.sizes() | what.workspace().addresses(memory)
         self._kernels = [dispatch.wanted(name, p.head_dim, dtype) for name, dtype in kernels(cache_dtype)]
         super().__init__(values, what.shared_memory, what.num_kv_heads, what.rows * what.num_kv_heads)

@@ -206,7 +206,7 @@ class Driver:
     def encode_map(
         self, dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """A tensor map with the 128-byte swizzle, as 16 signed words; touches no device.
+        """A tensor map with the 128-byte swizzle, as 16 signed words; touches no device, but a context must be current.
 
         Args:
             sizes, box: elements, innermost first. strides: bytes, of all dimensions but the innermost.

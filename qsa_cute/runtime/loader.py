@@ -141,6 +141,22 @@ class Loader:
             self._peeked[id(wanted), 0 if error else context, device] = found
         return found[0]
 
+    def encode_map(
+        self,
+        device: int,
+        dtype: str,
+        address: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """`Driver.encode_map`, which wants a current context: where none is, within `device`'s primary one."""
+        driver = self.driver
+        with self._lock:
+            place = self._place(device)
+        with nullcontext() if place.push is None else driver.pushed(place.push):
+            return driver.encode_map(dtype, address, sizes, strides, box)
+
     @property
     def driver(self) -> Driver:
         """The CUDA driver, initialised at first use. Raises DriverError where there is none."""

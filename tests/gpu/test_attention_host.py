@@ -264,7 +264,7 @@ def test_the_host_cost_of_a_run(runner) -> None:
         wanted, grid, call = ("sparse_prefill", 256, "bf16"), (params.num_blocks, 1, 1), SparsePrefillRunner.run
     else:
         params = case.params(out, workspace, algorithm=RUNNERS[runner], num_splits=1)
-        packed = params.with_map(default_loader().driver)
+        packed = params.with_map(default_loader())
         name = "sparse_decode_tma" if runner == "tma" else "sparse_decode"
         wanted, grid, call = (name, 256, "bf16"), params.grid, SparseDecodeRunner.run
     kernel = Loader().kernel(wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -579,6 +580,19 @@ def test_two_runs_give_the_same_bits() -> None:
     space = Space.of(case, "blocks")
     first = attend(case, "blocks", space=space)[0].bits()
     assert all(torch.equal(attend(case, "blocks", space=space)[0].bits(), first) for _ in range(10))
+
+
+def test_a_thread_that_has_no_context() -> None:
+    """Its launch encodes tensor maps, which the driver refuses where no context is current."""
+    case = shared(rows=60)
+    want, _ = attend(case)
+    out, space = Output.like(case.q), Space.of(case, "padded")
+    params = case.params(out, algorithm="union", workspace=space.bytes.tensor)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(SparsePrefillRunner.run, case.q.dtype, params).result()
+    torch.cuda.synchronize()
+    assert torch.equal(out.bits(), want.bits())
 
 
 def test_kinds_give_the_same_bits() -> None:

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from attention_params import DECODE, PREFILL, FakeTensor, MiB, decode, floats, ints, prefill
-from runtime_fakes import FakeDriver
+from test_runners_attention import FakeLoader
 
 from qsa_cute.errors import ArgumentError
 from qsa_cute.kernels.attention import sparse_decode, sparse_decode_tma, sparse_prefill
@@ -21,7 +21,7 @@ BUILDS = {"prefill": prefill, "decode": decode}
     [
         (sparse_prefill, prefill()),
         (sparse_decode, decode()),
-        (sparse_decode_tma, decode().with_map(FakeDriver())),
+        (sparse_decode_tma, decode().with_map(FakeLoader())),
     ],
     ids=["prefill", "decode", "tma"],
 )

@@ -185,6 +185,9 @@ class FakeLoader:
         self.asked = []
         self.driver = FakeDriver(capability)
 
+    def encode_map(self, device, *asked):
+        return self.driver.encode_map(*asked)
+
     def peek(self, wanted, device=-1, stream=0):
         self.asked.append((wanted, device, stream))
         return FakeKernel(self.log, wanted)

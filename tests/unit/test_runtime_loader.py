@@ -98,6 +98,18 @@ class TestWhere:
         assert driver.count("retain_primary") == 0
         assert driver.calls[-1][2] == 2
 
+    @pytest.mark.parametrize("device", [-1, 1])
+    def test_a_map_is_encoded_where_no_context_is_current(self, loader, driver, device):
+        """The driver refuses to, in a thread that has none."""
+        driver.set_current(0)
+        seen, encode = [], driver.encode_map
+        driver.encode_map = lambda *asked: (seen.append(driver.current_device()), encode(*asked))[1]
+        for _ in range(2):
+            assert len(loader.encode_map(device, "bf16", 256, (64, 4), (128,), (64, 4))) == 16
+        assert seen == [max(device, 0)] * 2
+        assert driver.current_context() == 0
+        assert driver.count("retain_primary") == 1
+
     def test_no_current_context_takes_the_primary_of_device_0(self, loader, driver):
         driver.set_current(0)
         kernel = loader.peek(DECODE)

@@ -75,13 +75,23 @@ def test_a_tensor_that_is_not_on_a_gpu(name) -> None:
 
 
 class Launches:
-    """What was launched: (kernel's name, params), in order."""
+    """A loader of every kernel, and what was launched: (kernel's name, params), in order."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, object]] = []
+        self.driver = FakeDriver()
 
-    def kernel(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(launch=lambda params, *_, **__: self.all.append((name, params)), zero=lambda *_: None)
+    def peek(self, wanted, *_) -> SimpleNamespace:
+        def launch(params, *_, **__) -> None:
+            self.all.append((wanted.kernel, params))
+
+        return SimpleNamespace(launch=launch, zero=lambda *_: None)
+
+    def missing_reason(self, *_) -> None:
+        return None
+
+    def encode_map(self, _, *asked) -> tuple[int, ...]:
+        return self.driver.encode_map(*asked)
 
     @property
     def names(self) -> list[str]:
@@ -96,11 +106,6 @@ class Launches:
 def launches(monkeypatch) -> Launches:
     """CPU tensors pass for those of an SM90."""
     found = Launches()
-    loader = SimpleNamespace(
-        driver=FakeDriver(),
-        peek=lambda wanted, *_: found.kernel(wanted.kernel),
-        missing_reason=lambda *_: None,
-    )
 
     def view(name, tensor):
         pointer, shape, strides = tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
@@ -108,7 +113,7 @@ def launches(monkeypatch) -> Launches:
 
     monkeypatch.setattr(tensors, "view", view)
     for module in (sparse_prefill, sparse_decode):
-        monkeypatch.setattr(module, "default_loader", lambda: loader)
+        monkeypatch.setattr(module, "default_loader", lambda: found)
     monkeypatch.setattr(dispatch, "_capabilities", {})
     monkeypatch.setattr(sparse_prefill, "ALIGNMENT", 64)  # what the CPU's allocator gives; a GPU's gives 512
     monkeypatch.setattr(torch_ops, "_on_gpu", lambda _: True)

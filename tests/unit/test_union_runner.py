@@ -40,6 +40,9 @@ class FakeLoader:
     def __init__(self, capability=(9, 0), lacks: str = "") -> None:
         self.driver, self.log, self._lacks = Driver(capability), [], lacks
 
+    def encode_map(self, device, *asked):
+        return self.driver.encode_map(*asked)
+
     def missing_reason(self, wanted, device=0) -> str | None:
         return "not built" if self._lacks and self._lacks in wanted.kernel else None
 

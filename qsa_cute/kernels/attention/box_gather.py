@@ -42,8 +42,8 @@ LAST_STAGES = 5  # of a list's last step: one sequence in 16 blocks leaves 129 t
 LINE = 128  # bytes of a token's part in a box of 64 columns
 GAP = BLOCK_TOKENS * LINE  # see above
 PAGE_SHIFT = PAGE_TOKENS.bit_length() - 1  # place -1 lies on page -1: out of bounds, zeros
-SURVEYED = 9  # entries of a list that a thread looks at at once: 2304 a block
-FEW = 2  # of them that it looks at in any case
+SURVEYED = 3  # entries of a list that a thread looks at at once
+TABLES, COUNTS = 4, 5  # barriers
 TABLE_PAGES = 1024  # of a sequence whose page tables are kept in shared memory
 
 
@@ -118,55 +118,47 @@ class BoxGather(RowGather):
     # ---- the list ------------------------------------------------------------------------------------
 
     @cute.jit
-    def survey(
-        self,
-        smem: Int32,
-        k_table: Int64,
-        v_table: Int64,
-        pages: Int32,
-        ids: Int64,
-        top_k: Int32,
-        share: Share,
-        tid: Int32,
-    ):
-        """Copy a sequence's page tables to shared memory, if they fit, and leave, a warp, the split's groups up to the
-        last with an id >= 0. One trip to memory for both, where lists are not long: no load stands in a branch of its
-        own, whose end would wait for it."""
+    def stage_tables(self, smem: Int32, k_table: Int64, v_table: Int64, pages: Int32, tid: Int32):
+        """Copy a sequence's page tables to shared memory, if they fit, for the warps that `wait_for_tables`."""
         pages = pages if pages <= TABLE_PAGES else Int32(0)
         steps = TABLE_PAGES // self.workers
         k_pages = cute.make_rmem_tensor((steps,), Int32)
         v_pages = cute.make_rmem_tensor((steps,), Int32)
-        found = cute.make_rmem_tensor((SURVEYED,), Int32)
-        found.fill(-1)
-        stride = self.workers * share.num_splits
-        first = ((tid >> 2) * share.num_splits + share.split) * BLOCK_TOKENS + (tid & 3)
-        if top_k > FEW * stride:
-            for j in cutlass.range_constexpr(FEW, SURVEYED):
-                found[j] = self.entry_at(ids, top_k, first + j * stride)
-        for j in cutlass.range_constexpr(FEW):
-            found[j] = self.entry_at(ids, top_k, first + j * stride)
         for j in cutlass.range_constexpr(steps):
             wanted = Int32(tid + j * self.workers < pages)
             at = Int64(tid + j * self.workers) * 4
             k_pages[j] = ops.load_global_i32_if(wanted, k_table + at, Int32(-1))
             v_pages[j] = ops.load_global_i32_if(wanted, v_table + at, Int32(-1))
-        last = Int32(0)
-        for j in cutlass.range_constexpr(SURVEYED):
-            if found[j] >= 0:
-                last = ((tid + j * self.workers) >> 2) + 1
-        entry, i = first + SURVEYED * stride, tid + SURVEYED * self.workers
+        place = smem + self.at["table"] + tid * 4
+        for j in cutlass.range_constexpr(steps):
+            if j * self.workers < pages:
+                ops.store_shared_i32(place + j * self.workers * 4, k_pages[j])
+                ops.store_shared_i32(place + (TABLE_PAGES + j * self.workers) * 4, v_pages[j])
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=TABLES, number_of_threads=self.threads)
+
+    def wait_for_tables(self):
+        cute.arch.barrier(barrier_id=TABLES, number_of_threads=self.threads)
+
+    @cute.jit
+    def survey(self, smem: Int32, ids: Int64, top_k: Int32, share: Share, tid: Int32):
+        """Leave, a warp, the split's groups up to the last with an id >= 0, for `count`."""
+        stride = self.workers * share.num_splits
+        entry, i, last = ((tid >> 2) * share.num_splits + share.split) * BLOCK_TOKENS + (tid & 3), tid, Int32(0)
         while entry < top_k:
-            if self.entry_at(ids, top_k, entry) >= 0:
-                last = (i >> 2) + 1
-            entry, i = entry + stride, i + self.workers
+            found = [self.entry_at(ids, top_k, entry + j * stride) for j in range(SURVEYED)]
+            for j in cutlass.range_constexpr(SURVEYED):
+                if found[j] >= 0:
+                    last = ((i + j * self.workers) >> 2) + 1
+            entry, i = entry + SURVEYED * stride, i + SURVEYED * self.workers
         last = cute.arch.warp_redux_sync(last, "max")
         if (tid & 31) == 0:
             ops.store_shared_i32(smem + self.at["counts"] + (tid >> 5) * 4, last)
-        for j in cutlass.range_constexpr(steps):
-            if j * self.workers < pages:
-                place = smem + self.at["table"] + (tid + j * self.workers) * 4
-                ops.store_shared_i32(place, k_pages[j])
-                ops.store_shared_i32(place + TABLE_PAGES * 4, v_pages[j])
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=COUNTS, number_of_threads=self.threads)
+
+    def wait_for_counts(self):
+        cute.arch.barrier(barrier_id=COUNTS, number_of_threads=self.threads)
 
     @cute.jit
     def entry_at(self, ids: Int64, top_k: Int32, at: Int32) -> Int32:
@@ -181,9 +173,17 @@ class BoxGather(RowGather):
         )
 
     @cute.jit
-    def step_stages(self, left: Int32) -> Int32:
-        """Of the step that begins when `left` stages are left."""
-        return left if left <= LAST_STAGES else Int32(STEP_STAGES)
+    def most_stages(self, top_k: Int32, share: Share) -> Int32:
+        """Of a list that is full; one at least."""
+        groups = (top_k + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS - share.split
+        stride = STAGE_GROUPS * share.num_splits
+        return cutlass.max((groups + stride - 1) // stride, Int32(1))
+
+    @cute.jit
+    def step_stages(self, left: Int32, first: Int32) -> Int32:
+        """Of the step that begins when `left` stages are left, `first` at least: the first step, which begins before it
+        is known what the list holds, has so many in any case."""
+        return cutlass.max(left if left <= LAST_STAGES else Int32(STEP_STAGES), first)
 
     @cute.jit
     def entries(self, ids: Int64, top_k: Int32, share: Share, stage: Int32, warp: Int32, lane: Int32):
@@ -218,54 +218,70 @@ class BoxGather(RowGather):
         stage, slot, round_ = Int32(0), Int32(0), Int32(0)
         mixed = Int32(0)  # not 0: some slot may hold tokens that came without TMA
         e0, e1, e2, e3 = first
-        groups = self.count(smem, lane)
-        left = (groups + (STAGE_GROUPS - 1)) >> 3
+        groups, left = Int32(0), self.most_stages(top_k, share)  # until the list has been surveyed
+        least = cutlass.min(left, Int32(STEP_STAGES))
+        take = least
         while left > 0:
-            take = self.step_stages(left)
             entries = (e0, e1, e2, e3)
-            k, v, torn, live, void = self.resolve(source, entries, groups - stage * STAGE_GROUPS, warp, lane)
+            k, v, torn, live, empty = self.resolve(source, entries, lane)
             mixed = mixed | torn
-            if left > take:
-                e0, e1, e2, e3 = self.entries(ids, top_k, share, stage + take, warp, lane)
-            for i in cutlass.range(2 * take, unroll=1):
-                if round_ > 0:
-                    tma.wait(smem + self.at["empty"] + slot * 8, (round_ + 1) & 1)
-                if mixed != 0:
-                    tma.fence_async_proxy()
-                of_v = Int32(i >= take)
-                place = v if of_v != 0 else k
-                boxes = live | void if of_v != 0 else live
-                shift = 2 * (i - take * of_v)
-                self.fill(
-                    smem, source, tensor_map, kv_head, of_v, entries, place, torn, live, boxes, shift, slot, warp, lane
-                )
-                slot = slot + 1
-                if slot == self.ring:
-                    slot, round_ = Int32(0), round_ + 1
-            stage, left = stage + take, left - take
+            boxes, place, begin, end = live, k, Int32(0), take
+            for part in cutlass.range(3, unroll=1):  # K as far as it is known how much there is, the rest of K, V
+                if part == 1:
+                    if stage == 0:
+                        self.wait_for_counts()
+                        groups = self.count(smem, lane)
+                        left = (groups + (STAGE_GROUPS - 1)) >> 3
+                        take = self.step_stages(left, least)
+                    begin, end = end, take
+                if part == 2:
+                    begin, place = Int32(0), v
+                    known = (lane >> 1) * STAGE_GROUPS + (warp >> 1) * 4 < groups - stage * STAGE_GROUPS
+                    boxes = live | cute.arch.vote_ballot_sync(empty != 0 and known)
+                    if left > take:
+                        e0, e1, e2, e3 = self.entries(ids, top_k, share, stage + take, warp, lane)
+                of_v = part >> 1
+                for i in cutlass.range(begin, end, unroll=1):
+                    if round_ > 0:  # a wait costs a hundred clocks even where there is nothing to wait for
+                        tma.wait(smem + self.at["empty"] + slot * 8, (round_ + 1) & 1)
+                    if mixed != 0:
+                        tma.fence_async_proxy()
+                    self.fill(
+                        smem,
+                        source,
+                        tensor_map,
+                        kv_head,
+                        of_v,
+                        entries,
+                        place,
+                        torn,
+                        live,
+                        boxes,
+                        2 * i,
+                        slot,
+                        warp,
+                        lane,
+                    )
+                    slot = slot + 1
+                    if slot == self.ring:
+                        slot, round_ = Int32(0), round_ + 1
+            stage, left, least = stage + take, left - take, Int32(0)
+            take = self.step_stages(left, least)
 
     @cute.jit
-    def resolve(self, source: StagedTokens, entries: tuple, groups: Int32, warp: Int32, lane: Int32):
-        """This lane's group: its first entry's slots in K and in V, -1 unless the group is whole and valid. And of the
-        warp's groups, a bit each: which come token by token; which are whole and valid; which hold nothing, but must be
-        zeros in V. `groups` is how many are left."""
+    def resolve(self, source: StagedTokens, entries: tuple, lane: Int32):
+        """This lane's group: its first entry's slots in K and in V, -1 unless the group is whole and valid. Of the
+        warp's groups, a bit each: which come token by token; which are whole and valid. Is this lane's neither?"""
         e0, e1, e2, e3 = entries
         run = (e1 - e0 - 1) | (e2 - e0 - 2) | (e3 - e0 - 3) | (e0 & (BLOCK_TOKENS - 1))
         k, v = source.slots(e0, source.look_up(e0))
-        torn, void = Int32(1), Int32(0)
+        torn = Int32(1)
         if (run == 0 and e0 >= 0 and e3 < source.length) or (e0 & e1 & e2 & e3) < 0:
             torn = Int32(0)
         if torn != 0 or e0 < 0:
             k, v = Int32(-1), Int32(-1)
-        if torn == 0 and k < 0 and (lane >> 1) * STAGE_GROUPS + (warp >> 1) * 4 < groups:
-            void = Int32(1)
-        return (
-            k,
-            v,
-            cute.arch.vote_ballot_sync(torn != 0),
-            cute.arch.vote_ballot_sync(k >= 0),
-            cute.arch.vote_ballot_sync(void != 0),
-        )
+        empty = Int32(torn == 0 and k < 0)
+        return k, v, cute.arch.vote_ballot_sync(torn != 0), cute.arch.vote_ballot_sync(k >= 0), empty
 
     @cute.jit
     def fill(
@@ -340,6 +356,7 @@ class BoxGather(RowGather):
         self,
         smem: Int32,
         scale_log2: Float32,
+        top_k: Int32,
         share: Share,
         tO: cute.Tensor,
         tMax: cute.Tensor,
@@ -351,16 +368,18 @@ class BoxGather(RowGather):
         tO.fill(0.0)
         tMax.fill(EMPTY_MAX)
         tSum.fill(0.0)
-        groups = self.count(smem, lane)
         cute.arch.cp_async_wait_group(0)
         self.sync_workers()
+        groups = self.count(smem, lane)
+        least = cutlass.min(self.most_stages(top_k, share), Int32(STEP_STAGES))
         tQ = cute.make_rmem_tensor((self.head_dim // 4,), Int32)
         tS = cute.make_rmem_tensor((4 * PASSES,), Float32)
         self.read_q(smem, tQ, lane)
         slot, parity, more = Int32(0), Int32(0), Int32(1)
         while more > 0:
             left = (groups + (STAGE_GROUPS - 1)) >> 3
-            take = self.step_stages(left)
+            take = self.step_stages(left, least)
+            least = Int32(0)
             for i in cutlass.range_constexpr(PASSES):
                 stage = (warp >> 2) + 2 * i
                 if stage < take:
@@ -369,24 +388,25 @@ class BoxGather(RowGather):
                     for j in cutlass.range_constexpr(4):
                         tS[4 * i + j] = -Float32.inf
             self.publish_maxima(smem, tS, warp, lane)
-            more = left - take
+            more = cutlass.max(left - take, Int32(0))
             if more > 0:
                 cute.arch.sync_warp()
                 if lane < take:
                     tma.arrive(smem + self.at["empty"] + self.wrap(slot + lane) * 8)
             self.sync_workers()
             self.exponentiate_step(smem, tS, tMax, tSum, tO, warp, lane)
+            self.sync_workers()
             if more == 0:
                 self.publish_sums(smem, tMax, tSum, warp, lane)
                 if share.num_splits > 1:
                     cute.arch.sync_warp()
                     cute.arch.barrier_arrive(barrier_id=3, number_of_threads=self.threads)
-            self.sync_workers()
-            if more == 0 and share.num_splits == 1:
-                for r in cutlass.range_constexpr(2):
-                    tSum[r] = self.read_sum(smem, (lane >> 2) + 8 * r)
             slot, parity = self.pv_step(smem, slot + take, parity, take, groups, more, tO, warp, lane)
             groups = groups - take * STAGE_GROUPS
+        if share.num_splits == 1:
+            self.sync_workers()
+            for r in cutlass.range_constexpr(2):
+                tSum[r] = self.read_sum(smem, (lane >> 2) + 8 * r)
 
     @cute.jit
     def wrap(self, slot: Int32) -> Int32:
@@ -451,12 +471,16 @@ class BoxGather(RowGather):
         lane: Int32,
     ):
         """The block's new maxima, P to shared memory, and O and the sums rescaled where a maximum grew enough."""
+        maxima = smem + self.at["maxima"] + (lane >> 2) * self.warps * 4
+        parts = [
+            [ops.load_shared_f32x4(maxima + (8 * r * self.warps + w) * 4) for w in range(0, self.warps, 4)]
+            for r in range(2)
+        ]
         for r in cutlass.range_constexpr(2):
             row = (lane >> 2) + 8 * r
             old = tMax[r]
             top = old
-            for w in cutlass.range_constexpr(0, self.warps, 4):
-                part = ops.load_shared_f32x4(smem + self.at["maxima"] + (row * self.warps + w) * 4)
+            for part in parts[r]:
                 top = cute.arch.fmax(
                     top, cute.arch.fmax(cute.arch.fmax(part[0], part[1]), cute.arch.fmax(part[2], part[3]))
                 )
@@ -524,19 +548,22 @@ class BoxGather(RowGather):
         chunk = (chunk0 & 7) + (lane >> 4)
         done = Int32(0)
         if groups > (STEP_STAGES - 1) * STAGE_GROUPS:
-            # A whole step: in one piece, so that loads of shared memory and products overlap. Of 16 tokens past the end
-            # P is zero, and in place of their V stands the half stage before.
+            # A whole step, two stages at a time: loads of shared memory and products overlap, and the first half need
+            # not wait for the second to be there. Of 16 tokens past the end P is zero, and in place of their V stands
+            # the half stage before.
             done = Int32(STEP_STAGES)
             last = (2 if groups > (STEP_STAGES - 1) * STAGE_GROUPS + STAGE_GROUPS // 2 else 0) * self.group_bytes
-            for i in cutlass.range_constexpr(STEP_STAGES):
-                at, phase = self.ahead(slot, parity, Int32(i))
-                tma.wait(smem + self.at["full"] + at * 8, phase)
-            for i in cutlass.range_constexpr(STEP_STAGES):
-                at, _ = self.ahead(slot, parity, Int32(i))
-                line = smem + self.at["ring"] + at * self.stage_bytes + place
-                self.multiply_v(sP + 64 * i, line, chunk, tO)
-                second = line + (2 * self.group_bytes if i < STEP_STAGES - 1 else last)
-                self.multiply_v(sP + 64 * i + 32, second, chunk, tO)
+            for half in cutlass.range_constexpr(2):
+                pair = (2 * half, 2 * half + 1)
+                for i in pair:
+                    at, phase = self.ahead(slot, parity, Int32(i))
+                    tma.wait(smem + self.at["full"] + at * 8, phase)
+                for i in pair:
+                    at, _ = self.ahead(slot, parity, Int32(i))
+                    line = smem + self.at["ring"] + at * self.stage_bytes + place
+                    self.multiply_v(sP + 64 * i, line, chunk, tO)
+                    second = line + (2 * self.group_bytes if i < STEP_STAGES - 1 else last)
+                    self.multiply_v(sP + 64 * i + 32, second, chunk, tO)
             if more > 0:
                 cute.arch.sync_warp()
                 if lane < STEP_STAGES:

@@ -122,43 +122,53 @@ class BoxMerge(BoxGather):
         # Neighbouring lanes trade halves: the even one sends four columns of row r, the odd one of row r + 8.
         odd = (lane & 1) == 1
         row = (lane >> 2) + 8 * (lane & 1)
+        quads = []
         for n in cutlass.range_constexpr(self.warp_groups):
             o = [tO[4 * n + i] for i in range(4)]
             got = [cute.arch.shuffle_sync_bfly(o[i] if odd else o[2 + i], offset=1) for i in range(2)]
-            if row < share.group:
-                quad = (
-                    got[0] if odd else o[0],
-                    got[1] if odd else o[1],
-                    o[2] if odd else got[0],
-                    o[3] if odd else got[1],
-                )
-                ops.store_cluster_async_x4(tTo[2 * n], quad, tTo[2 * n + 1])
+            quads.append([got[i] if odd else o[i] for i in range(2)] + [o[2 + i] if odd else got[i] for i in range(2)])
+        if row < share.group:
+            for n in cutlass.range_constexpr(self.warp_groups):
+                ops.store_cluster_async_x4(tTo[2 * n], quads[n], tTo[2 * n + 1])
 
     @cute.jit
     def sum_columns(self, smem: Int32, out: RowOutput, share: Share, slots: Int32, tid: Int32):
-        """Four columns of a row: the weighted sum over the ranks, by one thread, or by four of many ranks; store."""
+        """Four columns of a row: the weighted sum over the ranks, four ranks a lane; store. What does not depend on the
+        other ranks comes before the wait for them."""
+        ranks = share.num_splits
+        parts = Int32(0)  # log2 of the lanes that share a sum
+        if ranks > 8:
+            parts = Int32(2)
+        elif ranks > 4:
+            parts = Int32(1)
+        # Lanes side by side read 16 bytes side by side: no bank conflicts.
+        width = 5 - parts
+        lane = tid & 31
+        part, i = lane >> width, (tid >> 5 << width) + (lane & ((1 << width) - 1))
+        half, row, slot = i & 1, (i >> 1) & (ROWS - 1), i >> 5
+        owned = slots if share.split + (slots - 1) * ranks < self.groups else slots - 1
+        more = self.workers // 32 >> parts  # slots further that this thread's next columns lie
+        column = (slot * ranks + share.split) * 8 + half * 4
+        rank = [part + (j << parts) for j in range(4)]
+        known = [cutlass.min(r, ranks - 1) for r in rank]
+        inbox = smem + self.at["inbox"] + slot * GROUP_BYTES + row * 32 + half * 16
+        at = [inbox + r * slots * GROUP_BYTES for r in known]
+        tma.wait(smem + self.at["inbox_full"], Int32(0))
         cute.arch.barrier(barrier_id=2, number_of_threads=self.workers + 32)
-        parts = Int32(2) if share.num_splits >= 8 else Int32(0)  # log2
-        owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
-        part = tid & ((1 << parts) - 1)
-        step = slots * GROUP_BYTES
-        for i in cutlass.range(tid >> parts, owned * (2 * ROWS), self.workers >> parts, unroll=1):
-            half, row, slot = i & 1, (i >> 1) & (ROWS - 1), i >> 5
-            at = smem + self.at["inbox"] + slot * GROUP_BYTES + row * 32 + half * 16 + part * step
-            o0, o1, o2, o3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
-            weights = smem + self.at["weights"] + (part * ROWS + row) * 4
-            if row < share.group:
-                for _ in cutlass.range(part, share.num_splits, 1 << parts, unroll=4):
-                    v = ops.load_shared_f32x4(at)
-                    w = ops.load_shared_f32(weights)
-                    o0, o1, o2, o3 = o0 + v[0] * w, o1 + v[1] * w, o2 + v[2] * w, o3 + v[3] * w
-                    at, weights = at + (step << parts), weights + ((ROWS * 4) << parts)
+        weights = [ops.load_shared_f32(smem + self.at["weights"] + (r * ROWS + row) * 4) for r in known]
+        while slot < owned:
+            found = [ops.load_shared_f32x4(a) for a in at]
+            o = [Float32(0.0) for _ in range(4)]
+            for j in cutlass.range_constexpr(4):
+                for c in cutlass.range_constexpr(4):
+                    o[c] = o[c] + (found[j][c] if rank[j] < ranks else Float32(0.0)) * weights[j]
             if parts > 0:
-                for offset in cutlass.range_constexpr(1, 3):
-                    o0 = o0 + cute.arch.shuffle_sync_bfly(o0, offset=offset)
-                    o1 = o1 + cute.arch.shuffle_sync_bfly(o1, offset=offset)
-                    o2 = o2 + cute.arch.shuffle_sync_bfly(o2, offset=offset)
-                    o3 = o3 + cute.arch.shuffle_sync_bfly(o3, offset=offset)
+                for c in cutlass.range_constexpr(4):
+                    o[c] = o[c] + cute.arch.shuffle_sync_bfly(o[c], offset=16)
+            if parts > 1:
+                for c in cutlass.range_constexpr(4):
+                    o[c] = o[c] + cute.arch.shuffle_sync_bfly(o[c], offset=8)
             if row < share.group and part == 0:
-                column = (slot * share.num_splits + share.split) * 8 + half * 4
-                self.store_quad(out, row, column, (o0, o1, o2, o3))
+                self.store_quad(out, row, column, tuple(o))
+            slot, column = slot + more, column + more * ranks * 8
+            at = [a + more * GROUP_BYTES for a in at]

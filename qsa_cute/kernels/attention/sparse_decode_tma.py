@@ -180,7 +180,7 @@ class SparseDecodeTma(BoxMerge):
             gatherer = warp - WARPS
             first = self.entries(ids, top_k, share, Int32(0), gatherer, cute.arch.lane_idx())
             length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
-            cute.arch.sync_threads()
+            self.wait_for_tables()
             source = StagedTokens(
                 in_page,
                 in_page,
@@ -203,8 +203,8 @@ class SparseDecodeTma(BoxMerge):
                 if gatherer == 0:
                     self.weigh(smem, lse, share, cute.arch.lane_idx())
         else:
-            self.survey(smem, k_table, v_table, max_pages_per_seq, ids, top_k, share, tid)
-            cute.arch.sync_threads()
+            self.stage_tables(smem, k_table, v_table, max_pages_per_seq, tid)
+            self.survey(smem, ids, top_k, share, tid)
             q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
             self.load_q(smem, q, q_stride_head * 2, group_size, tid)  # there before the first boxes are
             tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
@@ -215,7 +215,7 @@ class SparseDecodeTma(BoxMerge):
             self.address_columns(smem, share, slots, tTo, tid)
             if num_splits > 1:
                 cute.arch.cluster_wait()  # while the first boxes are on their way
-            self.consume(smem, attention_scale * ops.LOG2_E, share, tO, tMax, tSum, tid)
+            self.consume(smem, attention_scale * ops.LOG2_E, top_k, share, tO, tMax, tSum, tid)
             lse = lse_ptr.toint()
             if lse != 0:
                 lse = lse + Int64(unit) * group_size * 4
@@ -225,7 +225,6 @@ class SparseDecodeTma(BoxMerge):
                 self.store_row(out, group_size, tO, tMax, tSum, tid)
             else:
                 self.send_columns(smem, share, tO, tTo, tid)
-                tma.wait(smem + self.at["inbox_full"], Int32(0))
                 self.sum_columns(smem, out, share, slots, tid)
             if split_counters.toint() != 0 and split == 0 and tid == 0:
                 ops.store_global_i32(split_counters.toint() + Int64(unit) * 4, Int32(0))

@@ -7,6 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass._mlir import ir
 
+# What `createpolicy.fractional.L2::evict_first` of all accesses gives; as an operand it costs no instruction.
+EVICT_FIRST = "0x12F0000000000000"
+
 
 def parameter_address(value: Int64) -> Int64:
     """Where a parameter of the kernel lies, by its value as the kernel takes it: a generic address of constant memory.
@@ -36,8 +39,7 @@ def load_box(dst: Int32, tensor_map: Int64, at: tuple, barrier: Int32, once: boo
     operands = f"[{{$r0}}], [{{$r1}}, {{{places}}}], [{{$r{2 + len(at)}}}]"
     text = f"{copy} {operands};"
     if once:
-        policy = "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0; "
-        text = f"{policy}{copy}.L2::cache_hint {operands}, once; }}"
+        text = f"{copy}.L2::cache_hint {operands}, {EVICT_FIRST};"
     cute.arch.inline_ptx(text, read_only_args=[dst, tensor_map, *at, barrier])
 
 
