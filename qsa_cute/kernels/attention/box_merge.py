@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention.box_gather import GATHER_WARPS, BoxGather
+from qsa_cute.kernels.attention.box_gather import BoxGather
+from qsa_cute.kernels.attention.box_products import GATHER_WARPS
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput, Share
 from qsa_cute.kernels.common import ops, tma
 

@@ -19,8 +19,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention.box_gather import TABLE_PAGES, WARPS, StagedTokens
-from qsa_cute.kernels.attention.box_merge import BoxMerge
+from qsa_cute.kernels.attention.box_padded import PaddedBoxes, StagedTokens
+from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS
 from qsa_cute.kernels.attention.row_gather import RowOutput, Share
 from qsa_cute.kernels.common import ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr, tensor_map
@@ -56,7 +56,7 @@ PARAMS = (
 )
 
 
-class SparseDecodeTma(BoxMerge):
+class SparseDecodeTma(PaddedBoxes):
     @cute.jit
     def __call__(
         self,
@@ -192,8 +192,10 @@ class SparseDecodeTma(BoxMerge):
                 num_flat_pages,
                 max_pages_per_seq,
                 smem + self.at["table"] if max_pages_per_seq <= TABLE_PAGES else Int32(0),
+                pool,
+                kv_head,
             )
-            self.produce(smem, source, pool, kv_head, ids, top_k, share, first, gatherer)
+            self.produce(smem, source, ids, top_k, Int32(0), share, first, gatherer)
             lse = lse_ptr.toint()
             if lse != 0:
                 lse = lse + Int64(unit) * group_size * 4
