@@ -268,6 +268,14 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             ),
             Kernel("paged_attention", "qsa_cute.kernels.attention.paged_attention:PagedAttention", _paged()),
             Kernel(
+                name="paged_attention_tma",
+                entry="qsa_cute.kernels.attention.paged_attention_tma:PagedAttentionTma",
+                tuning=(
+                    Tuning({"stages": 10}, ("sm_90a",), dtypes=("bf16",)),
+                    Tuning({"stages": 16}, ("sm_90a",), dtypes=_FP8),
+                ),
+            ),
+            Kernel(
                 name="paged_attention_cluster",
                 entry="qsa_cute.kernels.attention.paged_attention_cluster:PagedAttentionCluster",
                 tuning=(_cluster("bf16", k_stages=2, v_stages=3), _cluster("fp8_e4m3", k_stages=4, v_stages=4)),

@@ -11,8 +11,16 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS
-from qsa_cute.kernels.attention.box_products import GAP, LAST_STAGES, LINE, STAGE_GROUPS, STEP_STAGES, BoxProducts
-from qsa_cute.kernels.attention.row_gather import Share, TokenSource
+from qsa_cute.kernels.attention.box_products import (
+    GAP,
+    LAST_STAGES,
+    LINE,
+    STAGE_GROUPS,
+    STEP_STAGES,
+    BoxProducts,
+    BoxShare,
+)
+from qsa_cute.kernels.attention.row_gather import TokenSource
 from qsa_cute.kernels.common import ops, tma
 
 TABLES = 4  # a barrier: page tables are staged, and the ring is set up
@@ -40,15 +48,16 @@ class BoxGather(BoxProducts):
     # ---- the list ------------------------------------------------------------------------------------
 
     @cute.jit
-    def entry_at(self, ids: Int64, top_k: Int32, at: Int32) -> Int32:
-        """-1 past the end of the list."""
-        return ops.load_global_i32_if(Int32(at < top_k), ids + Int64(at) * 4, Int32(-1))
+    def first_at(self, share: BoxShare, stage: Int32, warp: Int32, lane: Int32) -> Int32:
+        """Where in the list this lane's group begins: lanes 2 i and 2 i + 1 have those of stage + i that `warp`
+        gathers."""
+        group = (stage + (lane >> 1)) * STAGE_GROUPS + 2 * warp + (lane & 1)
+        return (group * share.num_splits + share.split) * BLOCK_TOKENS
 
     @cute.jit
-    def entries(self, ids: Int64, top_k: Int32, share: Share, stage: Int32, warp: Int32, lane: Int32):
-        """The four entries of this lane's group: lanes 2 i and 2 i + 1 have those of stage + i that `warp` gathers."""
-        group = (stage + (lane >> 1)) * STAGE_GROUPS + 2 * warp + (lane & 1)
-        at = (group * share.num_splits + share.split) * BLOCK_TOKENS
+    def entries(self, ids: Int64, top_k: Int32, share: BoxShare, stage: Int32, warp: Int32, lane: Int32):
+        """The four entries of this lane's group; -1 past the end of the list."""
+        at = self.first_at(share, stage, warp, lane)
         found = []
         for t in cutlass.range_constexpr(BLOCK_TOKENS):
             wanted = Int32(0)
@@ -67,7 +76,7 @@ class BoxGather(BoxProducts):
         ids: Int64,
         top_k: Int32,
         groups: Int32,
-        share: Share,
+        share: BoxShare,
         first: tuple,
         warp: Int32,
     ):

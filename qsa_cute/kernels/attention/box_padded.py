@@ -13,8 +13,7 @@ from cutlass import Int32, Int64
 from qsa_cute.geometry import BLOCK_TOKENS, PAGE_TOKENS
 from qsa_cute.kernels.attention.box_gather import TABLES
 from qsa_cute.kernels.attention.box_merge import BoxMerge
-from qsa_cute.kernels.attention.box_products import STAGE_GROUPS, STEP_STAGES, TABLE_PAGES
-from qsa_cute.kernels.attention.row_gather import Share
+from qsa_cute.kernels.attention.box_products import STAGE_GROUPS, STEP_STAGES, TABLE_PAGES, BoxShare
 from qsa_cute.kernels.attention.sparse_decode import PagedTokens
 from qsa_cute.kernels.common import ops
 
@@ -76,8 +75,13 @@ class PaddedBoxes(BoxMerge):
     tables = 2
     surveys = True
 
+    def __init__(self, head_dim: int, dtype: str, stages: int):
+        super().__init__(head_dim, dtype, stages)
+        self.sizes["counts"] = self.warps * 4
+        self.lay_out()
+
     @cute.jit
-    def settle(self, smem: Int32, top_k: Int32, share: Share, lane: Int32):
+    def settle(self, smem: Int32, top_k: Int32, share: BoxShare, lane: Int32):
         groups = self.count(smem, lane)
         return groups, cutlass.min(self.most_stages(top_k, share), Int32(STEP_STAGES))
 
@@ -107,7 +111,12 @@ class PaddedBoxes(BoxMerge):
         cute.arch.barrier_arrive(barrier_id=TABLES, number_of_threads=self.threads)
 
     @cute.jit
-    def survey(self, smem: Int32, ids: Int64, top_k: Int32, share: Share, tid: Int32):
+    def entry_at(self, ids: Int64, top_k: Int32, at: Int32) -> Int32:
+        """-1 past the end of the list."""
+        return ops.load_global_i32_if(Int32(at < top_k), ids + Int64(at) * 4, Int32(-1))
+
+    @cute.jit
+    def survey(self, smem: Int32, ids: Int64, top_k: Int32, share: BoxShare, tid: Int32):
         """Leave, a warp, the split's groups up to the last with an id >= 0, for `count`."""
         stride = self.workers * share.num_splits
         entry, i, last = ((tid >> 2) * share.num_splits + share.split) * BLOCK_TOKENS + (tid & 3), tid, Int32(0)
@@ -134,8 +143,8 @@ class PaddedBoxes(BoxMerge):
         )
 
     @cute.jit
-    def most_stages(self, top_k: Int32, share: Share) -> Int32:
+    def most_stages(self, top_k: Int32, share: BoxShare) -> Int32:
         """Of a list that is full; one at least."""
         groups = (top_k + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS - share.split
         stride = STAGE_GROUPS * share.num_splits
-        return cutlass.max((groups + stride - 1) // stride, Int32(1))
+        return cutlass.max(share.divide(groups + stride - 1) >> 3, Int32(1))

@@ -18,6 +18,8 @@ What a place may hold: of K anything where no entry is valid, since a bit an ent
 zeros, except in 16 tokens past the end of the list, which nobody multiplies.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -35,6 +37,19 @@ LAST_STAGES = 5  # of a list's last step: one sequence in 16 blocks leaves 129 t
 LINE = 128  # bytes of a token's part in a box
 GAP = BLOCK_TOKENS * LINE  # see above
 TABLE_PAGES = 1024  # of a sequence whose page tables are kept in shared memory
+
+
+@dataclass(frozen=True)
+class BoxShare(Share):
+    reciprocal: Int32  # of num_splits: 2^16 over it, rounded up
+
+    @staticmethod
+    def of(split: Int32, num_splits: Int32, group: Int32) -> "BoxShare":
+        return BoxShare(split, num_splits, group, ops.forget(65535 // num_splits + 1))
+
+    def divide(self, number: Int32) -> Int32:
+        """number // num_splits for numbers from 0 to 4095: a tenth of a division, for which everything would wait."""
+        return (number * self.reciprocal) >> 16
 
 
 class BoxProducts(RowGather):
@@ -57,7 +72,6 @@ class BoxProducts(RowGather):
             "full": self.ring * 8,
             "empty": self.ring * 8,
             "masks": self.ring * 4,
-            "counts": self.warps * 4,
             "maxima": ROWS * self.warps * 4,
             "sums": ROWS * self.warps * 4,
             "tops": ROWS * 4,  # the maxima at the end of the list
@@ -81,7 +95,7 @@ class BoxProducts(RowGather):
         smem: Int32,
         scale_log2: Float32,
         top_k: Int32,
-        share: Share,
+        share: BoxShare,
         tO: cute.Tensor,
         tMax: cute.Tensor,
         tSum: cute.Tensor,
@@ -278,7 +292,9 @@ class BoxProducts(RowGather):
         place = (
             place + (row >> 2) * (STAGE_GROUPS // 2 * self.group_bytes + GAP) + (chunk0 >> 3) * (BLOCK_TOKENS * LINE)
         )
-        chunk = (chunk0 & 7) + (lane >> 4)
+        chunk = chunk0 & 7
+        if cutlass.const_expr(self.warp_chunks > 1):
+            chunk = chunk + (lane >> 4)
         done = Int32(0)
         if groups > (STEP_STAGES - 1) * STAGE_GROUPS:
             # A whole step, two stages at a time: loads of shared memory and products overlap, and the first half need

@@ -20,8 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.box_padded import PaddedBoxes, StagedTokens
-from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS
-from qsa_cute.kernels.attention.row_gather import RowOutput, Share
+from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS, BoxShare
+from qsa_cute.kernels.attention.row_gather import RowOutput
 from qsa_cute.kernels.common import ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr, tensor_map
 
@@ -165,7 +165,7 @@ class SparseDecodeTma(PaddedBoxes):
         if query_len > 1:  # the division is worth a branch: everything waits for it
             sequence = row // query_len
         smem = ops.forget(Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024).toint()))
-        share = Share(split, num_splits, group_size)
+        share = BoxShare.of(split, num_splits, group_size)
         pool = tma.parameter_address(kv_map[0])
         if warp == WARPS:  # the first that gathers
             tma.prefetch_tensor_map(pool)
@@ -213,7 +213,7 @@ class SparseDecodeTma(PaddedBoxes):
             tMax = cute.make_rmem_tensor((2,), Float32)
             tSum = cute.make_rmem_tensor((2,), Float32)
             tTo = cute.make_rmem_tensor((2 * self.warp_groups,), Int32)
-            slots = (self.groups + num_splits - 1) // num_splits  # of a rank in the inbox
+            slots = share.divide(self.groups + num_splits - 1)  # of a rank in the inbox
             self.address_columns(smem, share, slots, tTo, tid)
             if num_splits > 1:
                 cute.arch.cluster_wait()  # while the first boxes are on their way
