@@ -250,7 +250,6 @@ class PagedAttentionTma(PagedBoxes):
                 block_bits,
             )
             first = self.counted(first, top_k, share, gatherer, lane)
-            self.wait_for_tables()
             self.produce(smem, source, ids, top_k, self.split_groups(top_k, share), share, first, gatherer)
             if num_splits > 1:
                 cute.arch.cluster_wait()
