@@ -118,8 +118,8 @@ class BoxGather(BoxProducts):
                 for i in cutlass.range(begin, end, unroll=1):
                     if round_ > 0:  # a wait costs a hundred clocks even where there is nothing to wait for
                         tma.wait(smem + self.at["empty"] + slot * 8, (round_ + 1) & 1)
-                    if mixed != 0:
-                        tma.fence_async_proxy()
+                        if mixed != 0:
+                            tma.fence_async_proxy()
                     self.fill(smem, source, of_v, entries, place, torn, live, boxes, 2 * i, slot, warp, lane)
                     slot = slot + 1
                     if slot == self.ring:
