@@ -173,6 +173,9 @@ def _paged() -> tuple[Tuning, ...]:
 
 # Tokens of a chunk of the union: 80 at 256 columns, where 64 lost every comparison; 128 fit at 128 columns.
 _CHUNKS = (Tuning({"tile": 80}, ("sm_90a",), (256,)), Tuning({"tile": 128}, ("sm_90a",), (128,)))
+_CHUNKS_BY_THREADS = tuple(
+    replace(one, baked={**one.baked, "threads": threads}) for one in _CHUNKS for threads in (256, 512)
+)
 
 
 def _indexer(
@@ -273,7 +276,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             Kernel(
                 name="union_prepare",
                 entry="qsa_cute.kernels.attention.union_prepare:UnionPrepare",
-                tuning=_CHUNKS,
+                tuning=_CHUNKS_BY_THREADS,
                 tensor_core="",
             ),
             Kernel(

@@ -12,7 +12,7 @@ from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.runners import checks, dispatch, union
 from qsa_cute.runners.tensors import Binder, current_stream
 from qsa_cute.runners.workspace import ALIGNMENT, Workspace
-from qsa_cute.runtime import Loader, Wanted, default_loader
+from qsa_cute.runtime import Loader, default_loader
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import KERNELS
 
@@ -362,7 +362,7 @@ class SparsePrefillRunner:
         union_for.cache_clear()  # what was built since is there now
         place = dispatch.ordinal(loader, device)
         each = [dispatch.wanted(KERNEL, dim, dtype) for dim in dims]
-        each += [one for dim in dims if union_for(dtype, dim, place) for one in _union_wanted(dim, dtype)]
+        each += [one for dim in dims if union_for(dtype, dim, place) for one in union.wanted(dim, dtype)]
         dispatch.preload(loader, each, device, stream, strict=head_dim is not None)
 
     @staticmethod
@@ -430,11 +430,7 @@ def union_for(dtype: object, head_dim: int, device: int) -> bool:
     loader = default_loader()
     if dispatch.capability(loader, device) != dispatch.SM90:
         return False
-    return all(loader.missing_reason(one, device) is None for one in _union_wanted(head_dim, dtype))
-
-
-def _union_wanted(head_dim: int, dtype: object) -> list[Wanted]:
-    return [dispatch.wanted(name, head_dim, dtype) for name in (union.PREPARE, union.MAIN, union.ROWS)]
+    return all(loader.missing_reason(one, device) is None for one in union.wanted(head_dim, dtype))
 
 
 def _shared(loader: Loader, dtype: object, params: SparsePrefillParams) -> bool:

@@ -10,8 +10,7 @@ from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner
-from qsa_cute.runners.union import MAIN, PREPARE
-from qsa_cute.runners.union import ROWS as UNION_ROWS
+from qsa_cute.runners.union import KERNELS_TAKEN as UNION
 from qsa_cute.selftest.memory import Case, Check, Memory, need
 from qsa_cute.selftest.values import NAN_BITS, attend, element_bits, floats, wrong_values
 
@@ -135,11 +134,11 @@ def decode_case(dim: int, algorithm: str) -> Case:
 
 
 def checks(_sm90: bool) -> Iterator[Check]:
-    prefill = {"rows": ("sparse_prefill",), "union": (PREPARE, MAIN, UNION_ROWS)}
+    prefill = {"rows": (("sparse_prefill", ()),), "union": UNION}
     decode = {"tma": ("sparse_decode_tma",), "split_kv": ("sparse_decode",)}
     for dim in geometry.SUPPORTED_HEAD_DIMS:
-        for algorithm, kernels in prefill.items():
-            needs = tuple(need(kernel, dim) for kernel in kernels)
+        for algorithm, variants in prefill.items():
+            needs = tuple(need(kernel, dim, baked=baked) for kernel, baked in variants)
             yield Check(f"sparse_prefill d{dim} {algorithm}", prefill_case(dim, algorithm), needs)
         for algorithm, kernels in decode.items():
             needs = tuple(need(kernel, dim) for kernel in kernels)

@@ -20,7 +20,7 @@ from union_cases import drifting, token_lists
 from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.reference import attention as reference
-from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner, union_paged
+from qsa_cute.runners import SparsePrefillParams, SparsePrefillRunner, union, union_paged
 
 KINDS = ("padded", "counted", "blocks")
 HEADS = ((1, 2), (3, 1), (5, 2), (6, 1), (12, 1), (12, 3), (16, 2))  # heads a group, KV heads
@@ -40,6 +40,13 @@ def pairs(monkeypatch, request):
     yield
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture(autouse=True, params=["alone", "together"])
+def prepare(monkeypatch, request):
+    """By the pre-kernel that has an SM a tile, and by the one of which several share an SM, however many there are."""
+    if request.param == "together":
+        monkeypatch.setattr(union, "_PREPARE_ALONE", union._PREPARE)
 
 
 # Cases: what each row selects, as block ids and as the list of tokens that these and the open block stand for.

@@ -53,7 +53,13 @@ class FakeLoader:
         def launch(params, grid, stream, cluster=1, smem=None):
             self.log.append(
                 SimpleNamespace(
-                    kernel=wanted.kernel, dtype=wanted.dtype, params=params, grid=grid, stream=stream, smem=smem
+                    kernel=wanted.kernel,
+                    baked=dict(wanted.baked),
+                    dtype=wanted.dtype,
+                    params=params,
+                    grid=grid,
+                    stream=stream,
+                    smem=smem,
                 )
             )
 
@@ -127,6 +133,15 @@ def test_launches_in_order(use) -> None:
     assert [getattr(prepare.params, f"v_map_{i}") for i in range(16)] == list(range(16))
 
 
+@pytest.mark.parametrize(
+    ("rows", "tiles", "threads"), [(512, 64, 512), (1024, 128, 512), (1408, 132, 512), (1409, 193, 256)]
+)
+def test_few_tiles_have_many_threads_each(use, rows, tiles, threads) -> None:
+    loader = use(FakeLoader())
+    SparsePrefillRunner.run("bf16", prefill(**ROWS | {"seq_len": rows}, workspace=BASE, algorithm="union"))
+    assert (loader.log[0].grid, loader.log[0].baked) == (tiles, {"threads": threads})
+
+
 def test_parts_of_the_workspace_lie_within_it() -> None:
     params = prefill(**ROWS, workspace=BASE)
     needed = SparsePrefillRunner.workspace_size(
@@ -162,7 +177,9 @@ def test_artifacts_without_the_union_do_row_by_row(use, lacks) -> None:
     SparsePrefillRunner.run("bf16", prefill(**ROWS, workspace=BASE))
     assert [one.kernel for one in loader.log] == [
         "sparse_prefill",
-        *["union_prepare", "union_prefill", "union_rows"] * 2,
+        *["union_prepare"] * 2,  # with few threads and with many
+        *["union_prefill", "union_rows"],
+        *["union_prepare", "union_prefill", "union_rows"],
     ]
 
 

@@ -18,8 +18,8 @@ Block 0 of each sequence also leaves its tensor maps of K and V: the launch's `k
 encodes them, with the sequence's address and the context length in them, so that no box reads past that.
 
 Index kinds: 0 padded list, 1 counted list (its count in column top_k), 2 block ids, to which the open tail is added.
-Baked: head dim and type (tensor maps), tile. Run-time: everything else. The shared memory of a launch depends on
-the context: `union_layout.prepare_smem_bytes`.
+Baked: head dim and type (tensor maps), tile, threads: 256 for blocks that share an SM, 512 for one that has it alone.
+Run-time: everything else. The shared memory of a launch depends on the context: `union_layout.prepare_smem_bytes`.
 """
 
 import cuda.bindings.driver as cuda
@@ -30,7 +30,7 @@ from cutlass import Int32, Int64
 from qsa_cute import union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_scan import THREADS, WARPS, BlockScan, open_block, position_of, rows_before
+from qsa_cute.kernels.attention.union_scan import BlockScan, open_block, position_of, rows_before
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
@@ -64,7 +64,7 @@ PARAMS = (
     i64("indices_stride_row"),
 )
 
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = {256: 4, 512: 1}  # by threads
 ID_ROWS, LIST_ROWS = 12, 4  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 RECORDS = union_layout.RECORDS
 
@@ -75,10 +75,10 @@ MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
 class UnionPrepare(BlockScan):
     early_launch = early.SUPPORTED
 
-    def __init__(self, head_dim: int, dtype: str, tile: int):
+    def __init__(self, head_dim: int, dtype: str, tile: int, threads: int):
         self.tile = tile
         self.blocks = tile // BLOCK_TOKENS
-        self.threads = THREADS
+        self.threads = threads
         self.smem_bytes = union_layout.MAX_SMEM_BYTES
 
     @cute.jit
@@ -143,10 +143,10 @@ class UnionPrepare(BlockScan):
             indices_stride_row,
         ).launch(
             grid=(1, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             smem=self.smem_bytes,
             stream=stream,
-            min_blocks_per_mp=BLOCKS_PER_SM,
+            min_blocks_per_mp=BLOCKS_PER_SM[self.threads],
             preferred_smem_carveout=100,
         )
 
@@ -203,7 +203,7 @@ class UnionPrepare(BlockScan):
         planes = partial + words * 4
         records = planes + mask_rows * 16
         places = records + RECORDS * 8
-        for i in cutlass.range(tid, (mask_rows + 1) * (words // 4) + mask_rows, THREADS, unroll=1):
+        for i in cutlass.range(tid, (mask_rows + 1) * (words // 4) + mask_rows, self.threads, unroll=1):
             union_ops.clear_shared_16(bitmaps + i * 16)
         if tid == 0:
             ops.store_shared_i32(smem + NUM_RECORDS, Int32(0))
@@ -230,7 +230,7 @@ class UnionPrepare(BlockScan):
             while row < live:
                 block, tokens = open_block(position + row)
                 self.record(smem, partial, records, row, block, tokens, length)
-                row = row + THREADS
+                row = row + self.threads
         else:
             added = self.read_list(
                 smem,
@@ -249,7 +249,7 @@ class UnionPrepare(BlockScan):
         cute.arch.sync_threads()
 
         # Places: per thread `each` neighbouring words.
-        each = (words + THREADS - 1) // THREADS
+        each = (words + self.threads - 1) // self.threads
         c0 = Int32(0)  # shared | warpgroup 0's << 16
         c1 = Int32(0)  # warpgroup 1's | partial << 16
         found = Int32(0)
@@ -305,7 +305,7 @@ class UnionPrepare(BlockScan):
                 self.apply_record(smem, planes, places, records + tid * 8, partial_blocks, mask_rows)
             cute.arch.sync_threads()
             at = union_first_masks.toint() + Int64(tile) * Int64(mask_rows * 16)
-            for i in cutlass.range(tid, mask_rows * 4, THREADS, unroll=1):
+            for i in cutlass.range(tid, mask_rows * 4, self.threads, unroll=1):
                 ops.store_global_i32(at + Int64(i) * 4, ops.load_shared_i32(planes + i * 4))
         if tid == 0:
             good = Int32(1) if fits else Int32(0)
@@ -350,7 +350,7 @@ class UnionPrepare(BlockScan):
     ) -> Int32:
         """Block ids to bitmaps; returns how many bits this thread set, those set before included."""
         added = Int32(0)
-        for column in cutlass.range(tid, top_k, THREADS, unroll=1):
+        for column in cutlass.range(tid, top_k, self.threads, unroll=1):
             for first in cutlass.range(0, live, ID_ROWS, unroll=1):
                 at = ids + Int64(column) * 4 + Int64(first) * row_bytes
                 b = [
@@ -383,7 +383,7 @@ class UnionPrepare(BlockScan):
     ) -> Int32:
         """Token ids, four list places a thread, to bitmaps and records; returns as `read_ids`."""
         added = Int32(0)
-        for group in cutlass.range(tid, (top_k + 3) // 4, THREADS, unroll=1):
+        for group in cutlass.range(tid, (top_k + 3) // 4, self.threads, unroll=1):
             for first in cutlass.range(0, live, LIST_ROWS, unroll=1):
                 at = ids + Int64(group) * 16 + Int64(first) * row_bytes
                 end = [top_k for _ in range(LIST_ROWS)]
@@ -544,7 +544,7 @@ class UnionPrepare(BlockScan):
     ):
         """A warp a chunk: token starts (out of bounds for padding) and a word a row; chunk 0's words to `planes`."""
         lane = tid % 32
-        for c in cutlass.range(tid // 32, chunks, WARPS, unroll=1):
+        for c in cutlass.range(tid // 32, chunks, self.threads // 32, unroll=1):
             block = Int32(-1)
             if lane < self.blocks:
                 block = ops.load_shared_i32(places + (c * self.blocks + lane) * 4)

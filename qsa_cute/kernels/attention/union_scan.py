@@ -1,4 +1,4 @@
-"""What the union's pre-kernels share: how a tile is cut, which of its rows count, a prefix sum over 256 threads."""
+"""What the union's pre-kernels share: how a tile is cut, which of its rows count, a prefix sum over their threads."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,8 +8,6 @@ from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.common import ops
 from qsa_cute.union_layout import HALF
 
-THREADS = 256
-WARPS = THREADS // 32
 FAR = 1 << 30  # past any token that exists
 
 
@@ -32,6 +30,8 @@ def open_block(position: Int32):
 
 
 class BlockScan:
+    """Needs `threads` of the kernel that inherits it."""
+
     @cute.jit
     def cut(self, start: Int32, tile_pairs: Int32, seq_len: Int32, group_size: Int32):
         """Of the tile that begins at pair `start` of a sequence: its first row, its rows, and (a, b), where rows [0, a)
@@ -70,7 +70,7 @@ class BlockScan:
         total0 = Int32(0)
         total1 = Int32(0)
         twice = Int32(0)
-        for k in cutlass.range_constexpr(WARPS):
+        for k in cutlass.range_constexpr(self.threads // 32):
             x0 = ops.load_shared_i32(at + k * 16)
             x1 = ops.load_shared_i32(at + k * 16 + 4)
             twice = twice + ops.load_shared_i32(at + k * 16 + 8)

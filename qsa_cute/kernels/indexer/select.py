@@ -222,17 +222,14 @@ class Select(SelectList):
             for e in cutlass.range_constexpr(4):
                 tV[4 * i + e] = v[e]
 
-        high, bound = self.find_bound(smem, tV, visible, rank, ranks, tid)
+        bound = self.find_bound(smem, tV, visible, rank, ranks, tid)
         limit = so.key_value(bound)
-        tI = cute.make_rmem_tensor((self.held,), Int32)
+        tI = cute.make_rmem_tensor((self.held // 4,), Int32)
         for i in cutlass.range_constexpr(self.held // 4):
-            for e in cutlass.range_constexpr(4):
-                tI[4 * i + e] = (i * stride * ranks + rank) * self.chunk + origin + e
+            tI[i] = (i * stride * ranks + rank) * self.chunk + origin
         self.append(smem, tV, tI, self.held, limit)
         if stride > 1:
-            self.stream(smem, logits, visible, mine, stride, rank, ranks, origin, limit)
-        if tid == 0:
-            so.atomic_max(self.at_root(smem + self.words + 20), high, self.space)
+            self.stream(smem, logits, visible, mine, stride, rank, ranks, origin, limit, tid)
         self.sync_all()
         return bound
 
@@ -248,41 +245,41 @@ class Select(SelectList):
         ranks: Int32,
         origin: Int32,
         limit: Float32,
+        tid: Int32,
     ):
         """The chunks that are not in registers, four at a time."""
+        shift = tid * 4 - origin
+        whole = ((visible + shift) // self.chunk - rank + ranks - 1) // ranks  # of this rank's chunks: before the last
         tV = cute.make_rmem_tensor((16,), Float32)
-        tI = cute.make_rmem_tensor((16,), Int32)
-        top = Uint32(0)
+        tI = cute.make_rmem_tensor((4,), Int32)
+        step = ranks * self.chunk
+        first = rank * self.chunk + origin
         chunk = Int32(0)
         passed = Int32(0)
         while chunk < mine:
             for i in cutlass.range_constexpr(4):
-                chunk = chunk + 1
                 passed = passed + 1
+                by = Int32(1)
                 if passed == stride:  # this one is in registers
-                    chunk = chunk + 1
-                    passed = Int32(1)
-                first = (chunk * ranks + rank) * self.chunk + origin
-                if chunk >= mine:
-                    first = visible
-                v = self.read_4(logits, first, visible)
-                for e in cutlass.range_constexpr(4):
-                    tV[4 * i + e] = v[e]
-                    tI[4 * i + e] = first + e
-            highest = tV[0]
-            for i in cutlass.range_constexpr(1, 16):
-                highest = cute.arch.fmax(highest, tV[i])
-            key = so.order_key(highest)
-            top = so.largest(top, key)
+                    by, passed = Int32(2), Int32(1)
+                chunk, first = chunk + by, first + by * step
+                tI[i] = first
+            if chunk < whole:
+                for i in cutlass.range_constexpr(4):
+                    v = so.load_f32x4_if(Int32(1), logits + Int64(tI[i]) * 4)
+                    for e in cutlass.range_constexpr(4):
+                        tV[4 * i + e] = v[e]
+            else:  # chunks past the last begin past `visible`, too
+                for i in cutlass.range_constexpr(4):
+                    v = self.read_4(logits, tI[i], visible)
+                    for e in cutlass.range_constexpr(4):
+                        tV[4 * i + e] = v[e]
             self.append(smem, tV, tI, 16, limit)
-        top = cute.arch.warp_redux_sync(top, "umax")
-        if cute.arch.lane_idx() == 0:
-            so.atomic_max(self.at_root(smem + self.words + 20), top, self.space)
 
     @cute.jit
     def find_bound(self, smem: Int32, tV: cute.Tensor, visible: Int32, rank: Int32, ranks: Int32, tid: Int32):
-        """The highest key of the groups' maxima, and the key of a value that at least 512 groups reach
-        (-inf where there are fewer groups); fewer groups of a long row, so that some 2048 elements reach it."""
+        """The key of a value that at least 512 groups reach (-inf where there are fewer groups); fewer groups of a long
+        row, so that some 1536 elements reach it."""
         groups = GROUPS // self.threads
         tG = cute.make_rmem_tensor((groups,), Uint32)
         low = Uint32(NONE)
@@ -318,30 +315,32 @@ class Select(SelectList):
             if tG[g] != 0:
                 so.count_one(root + Int32((tG[g] - low) >> Uint32(width)) * 4, self.space)
         self.sync_all()
-        need = cutlass.min(self.held * self.threads * (4 * TOP_BLOCKS) * ranks // visible, Int32(TOP_BLOCKS))
+        need = cutlass.min(self.held * self.threads * (3 * TOP_BLOCKS) * ranks // visible, Int32(TOP_BLOCKS))
         self.scan(smem, root, self.space, cutlass.max(need, Int32(1)), tid)
         place = so.load_i32(smem + self.words)
         bound = Uint32(0x007FFFFF)  # -inf
         if place >= 0:
             bound = low + (Uint32(place) << Uint32(width))
-        return high, bound
+        return bound
 
     @cute.jit
     def append(self, smem: Int32, tV: cute.Tensor, tI: cute.Tensor, n: cutlass.Constexpr[int], limit: Float32):
-        """Append this thread's elements that reach `limit` to the list."""
-        count = Int32(0)
+        """Append this thread's elements that reach `limit` to the list, or none of the warp's where they do not fit: a
+        list that is longer than its size is not read. tI: the places of each four."""
+        less = Int32(0)
         for i in cutlass.range_constexpr(n):
-            count = count + Int32(tV[i] >= limit)
+            less = less + so.less_if(tV[i], limit)
+        count = -less
         before = self.warp_prefix(count)
         base = Int32(0)
         if cute.arch.lane_idx() == 31:
             base = so.atomic_add(self.at_root(smem + self.words + 12), before + count, self.space)
         base = cute.arch.shuffle_sync(base, offset=31)
-        root = self.at_root(smem)
-        at = root + cutlass.min(base + before, Int32(self.list_size)) * 8
-        end = root + self.list_size * 8
-        for i in cutlass.range_constexpr(n):
-            at = so.push_if(tV[i], limit, tI[i], at, end, self.space)
+        total = cute.arch.shuffle_sync(before + count, offset=31)
+        if base + total <= self.list_size:
+            at = self.at_root(smem) + (base + before) * 8
+            for i in cutlass.range_constexpr(n):
+                at = so.push_if(tV[i], limit, tI[i // 4] + i % 4, at, self.space)
 
     @cute.jit
     def warp_prefix(self, count: Int32) -> Int32:

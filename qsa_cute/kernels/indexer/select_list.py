@@ -116,8 +116,15 @@ class SelectList:
         length = so.load_i32(smem + self.words + 12)
         least = Uint64(0)
         if length >= TOP_BLOCKS and length <= self.list_size:
+            top = Uint32(0)
             for i in cutlass.range(tid, length, self.threads, unroll=1):
-                ops.store_shared_64(smem + i * 8, so.candidate(smem + i * 8))
+                number = so.candidate(smem + i * 8)
+                ops.store_shared_64(smem + i * 8, number)
+                top = so.largest(top, Uint32(number >> 32))
+            top = cute.arch.warp_redux_sync(top, "umax")
+            if cute.arch.lane_idx() == 0:
+                so.atomic_max(smem + self.words + 20, top, "shared")
+            cute.arch.sync_threads()
             top = so.load_u32(smem + self.words + 20)
             least = self.threshold(smem, length, Uint64(bound) << 32, (Uint64(top) << 32) | Uint64(NONE), tid)
         else:

@@ -57,14 +57,21 @@ def key_value(key: Uint32) -> Float32:
     )
 
 
-def push_if(value: Float32, bound: Float32, index: Int32, addr: Int32, end: Int32, space: str) -> Int32:
-    """When value >= bound: append (value, index) at `addr` unless that is at or past `end`. The next address."""
+def less_if(value: Float32, bound: Float32) -> Int32:
+    """-1 when value >= bound, else 0; by another instruction than `push_if`'s, so that no predicate need be kept."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred p, q; setp.ge.f32 p, {$r0}, {$r1}; setp.lt.and.u32 q, {$r3}, {$r4}, p; "
-        f"@q st.{space}.v2.b32 [{{$r3}}], {{{{$r0}}, {{$r2}}}}; "
+        "set.ge.u32.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[value, bound]
+    )
+
+
+def push_if(value: Float32, bound: Float32, index: Int32, addr: Int32, space: str) -> Int32:
+    """When value >= bound: append (value, index) at `addr`. The next address."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ge.f32 p, {$r0}, {$r1}; "
+        f"@p st.{space}.v2.b32 [{{$r3}}], {{{{$r0}}, {{$r2}}}}; "
         "mov.b32 {$w0}, {$r3}; @p add.s32 {$w0}, {$w0}, 8; }",
         write_only_types=[Int32],
-        read_only_args=[value, bound, index, addr, end],
+        read_only_args=[value, bound, index, addr],
     )
 
 

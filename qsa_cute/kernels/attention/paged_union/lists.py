@@ -14,9 +14,10 @@ from cutlass import Int32, Int64
 from qsa_cute import paged_union_layout as union_layout
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.union_scan import THREADS, open_block
+from qsa_cute.kernels.attention.union_scan import open_block
 from qsa_cute.kernels.common import ops
 
+THREADS = 256  # of the pre-kernel
 ID_ROWS, LIST_ROWS = 12, 8  # rows whose loads a thread has in flight: a word a row of ids, four of a list
 RECORDS = union_layout.RECORDS
 

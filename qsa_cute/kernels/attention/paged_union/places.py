@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from qsa_cute.kernels.attention import union_ops
-from qsa_cute.kernels.attention.paged_union.lists import BAD, FIRST, Bitmaps, Lists
-from qsa_cute.kernels.attention.union_scan import THREADS, WARPS, BlockScan
+from qsa_cute.kernels.attention.paged_union.lists import BAD, FIRST, THREADS, Bitmaps, Lists
+from qsa_cute.kernels.attention.union_scan import BlockScan
 from qsa_cute.kernels.common import ops
 
 
@@ -181,9 +181,9 @@ class UnionPlaces(BlockScan):
         end = maps.last if maps.last < lists.live else chunks.mask_rows  # rows past the live ones want nothing
         block = self.block_at(chunks, tid // 32, lane)
         page, inside = self.look_up(pages, maps, block)
-        for c in cutlass.range(tid // 32, chunks.total, WARPS, unroll=1):
+        for c in cutlass.range(tid // 32, chunks.total, THREADS // 32, unroll=1):
             # The next chunk's reads are under way while this one's words are made.
-            next_block = self.block_at(chunks, c + WARPS, lane)
+            next_block = self.block_at(chunks, c + THREADS // 32, lane)
             next_page, next_inside = self.look_up(pages, maps, next_block)
             packed = Int32(-1)  # page << shift | block in the page; padding, too, where no page is mapped
             if page >= 0 and page < pages.num_pages:

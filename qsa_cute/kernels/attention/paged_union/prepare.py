@@ -43,12 +43,13 @@ from qsa_cute.kernels.attention.paged_union.lists import (
     REACH,
     RECORDS,
     SCAN,
+    THREADS,
     Bitmaps,
     Lists,
     UnionLists,
 )
 from qsa_cute.kernels.attention.paged_union.places import Chunks, Halves, Pages, UnionPlaces
-from qsa_cute.kernels.attention.union_scan import THREADS, position_of, rows_before
+from qsa_cute.kernels.attention.union_scan import position_of, rows_before
 from qsa_cute.kernels.common import early, ops
 from qsa_cute.kernels.common.params import i32, i64, ptr, tensor_map
 
