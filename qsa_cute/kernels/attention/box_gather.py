@@ -47,21 +47,34 @@ class BoxGather(BoxProducts):
 
     # ---- the list ------------------------------------------------------------------------------------
 
+    def first_stage(self, warp: Int32) -> Int32:
+        """Of a step, that `warp` fills; then every `fill_stages`-th."""
+        return warp >> self.stage_warps.bit_length() - 1 if self.fill_stages > 1 else Int32(0)
+
+    def stage_part(self, warp: Int32) -> Int32:
+        """Which of a stage's parts of `fill_groups` groups `warp` fills."""
+        return warp & (self.stage_warps - 1) if self.fill_stages > 1 else warp
+
+    def lane_group(self, warp: Int32, lane: Int32) -> Int32:
+        """This lane's group of a step: lanes have in turn those that `warp` fills."""
+        stage = self.first_stage(warp) + lane // self.fill_groups * self.fill_stages
+        return stage * STAGE_GROUPS + self.stage_part(warp) * self.fill_groups + lane % self.fill_groups
+
     @cute.jit
     def first_at(self, share: BoxShare, stage: Int32, warp: Int32, lane: Int32) -> Int32:
-        """Where in the list this lane's group begins: lanes 2 i and 2 i + 1 have those of stage + i that `warp`
-        gathers."""
-        group = (stage + (lane >> 1)) * STAGE_GROUPS + 2 * warp + (lane & 1)
+        """Where in the list this lane's group of the step that begins with `stage` begins."""
+        group = stage * STAGE_GROUPS + self.lane_group(warp, lane)
         return (group * share.num_splits + share.split) * BLOCK_TOKENS
 
     @cute.jit
     def entries(self, ids: Int64, top_k: Int32, share: BoxShare, stage: Int32, warp: Int32, lane: Int32):
         """The four entries of this lane's group; -1 past the end of the list."""
+        lanes = -(-LAST_STAGES // self.fill_stages) * self.fill_groups
         at = self.first_at(share, stage, warp, lane)
         found = []
         for t in cutlass.range_constexpr(BLOCK_TOKENS):
             wanted = Int32(0)
-            if lane < 2 * LAST_STAGES and at + t < top_k:
+            if lane < lanes and at + t < top_k:
                 wanted = Int32(1)
             found.append(ops.load_global_i32_if(wanted, ids + Int64(at) * 4 + 4 * t, Int32(-1)))
         return tuple(found)
@@ -110,22 +123,39 @@ class BoxGather(BoxProducts):
                         begin, end = end, take
                 if part == 2:
                     begin, place = Int32(0), v
-                    known = (lane >> 1) * STAGE_GROUPS + (warp >> 1) * 4 < groups - stage * STAGE_GROUPS
+                    half = self.lane_group(warp, lane) & -(STAGE_GROUPS // 2)
+                    known = half < groups - stage * STAGE_GROUPS
                     boxes = live | cute.arch.vote_ballot_sync(empty != 0 and known)
                     if left > take:
                         e0, e1, e2, e3 = self.entries(ids, top_k, share, stage + take, warp, lane)
                 of_v = part >> 1
-                for i in cutlass.range(begin, end, unroll=1):
-                    if round_ > 0:  # a wait costs a hundred clocks even where there is nothing to wait for
-                        tma.wait(smem + self.at["empty"] + slot * 8, (round_ + 1) & 1)
+                mine = begin
+                if cutlass.const_expr(self.fill_stages > 1):
+                    mine = begin + ((self.first_stage(warp) - begin) & (self.fill_stages - 1))
+                for i in cutlass.range(mine, end, self.fill_stages, unroll=1):
+                    at, turn = slot, round_
+                    if cutlass.const_expr(self.fill_stages > 1):
+                        at, turn = self.later(slot, round_, i + (take if of_v != 0 else Int32(0)))
+                    if turn > 0:  # a wait costs a hundred clocks even where there is nothing to wait for
+                        tma.wait(smem + self.at["empty"] + at * 8, (turn + 1) & 1)
                         if mixed != 0:
                             tma.fence_async_proxy()
-                    self.fill(smem, source, of_v, entries, place, torn, live, boxes, 2 * i, slot, warp, lane)
-                    slot = slot + 1
-                    if slot == self.ring:
-                        slot, round_ = Int32(0), round_ + 1
+                    first_lane = i // self.fill_stages * self.fill_groups
+                    self.fill(smem, source, of_v, entries, place, torn, live, boxes, first_lane, at, warp, lane)
+                    if cutlass.const_expr(self.fill_stages == 1):  # step by step: so it stays in uniform registers
+                        slot, round_ = self.later(slot, round_, Int32(1))
+            if cutlass.const_expr(self.fill_stages > 1):
+                slot, round_ = self.later(slot, round_, 2 * take)
             stage, left, least = stage + take, left - take, Int32(0)
             more, take = left, self.step_stages(left, least)
+
+    @cute.jit
+    def later(self, slot: Int32, round_: Int32, stages: Int32):
+        """The slot so many stages on, at most a ring, and how often the ring was filled by then."""
+        slot = slot + stages
+        if slot >= self.ring:
+            slot, round_ = slot - self.ring, round_ + 1
+        return slot, round_
 
     @cute.jit
     def resolve(self, source: BoxSource, entries: tuple, stage: Int32, lane: Int32):
@@ -160,29 +190,44 @@ class BoxGather(BoxProducts):
         warp: Int32,
         lane: Int32,
     ):
-        """This warp's two groups of a stage, those of lanes `shift` and `shift` + 1, to a free slot of the ring."""
+        """This warp's groups of a stage, those of lanes `shift` and on, to a free slot of the ring."""
+        number, part = self.fill_groups, self.stage_part(warp)
         full = smem + self.at["full"] + slot * 8
-        dst = smem + self.at["ring"] + slot * self.stage_bytes + warp * self.group_bytes
-        far = STAGE_GROUPS // 2 * self.group_bytes + GAP  # between the two
-        places = [cute.arch.shuffle_sync(place, shift + j) for j in range(2)]
-        both = (torn >> shift) & 3
-        wanted = (boxes >> shift) & 3
-        whole = (live >> shift) & 3
-        valid = (whole & 1) * 15 + (whole >> 1) * 240
-        if both != 0:
-            for j in cutlass.range(2, unroll=1):
-                if (both >> j) & 1 != 0:
-                    bits = self.copy_tokens(source, of_v, entries, shift + j, dst + j * far, lane)
+        dst = smem + self.at["ring"] + slot * self.stage_bytes + part * (number // 2 * self.group_bytes)
+        far = STAGE_GROUPS // 2 * self.group_bytes + GAP  # between the two of a pair
+        places = [cute.arch.shuffle_sync(place, shift + j) for j in range(number)]
+        every = (1 << number) - 1
+        by_token = (torn >> shift) & every
+        wanted = (boxes >> shift) & every
+        whole = (live >> shift) & every
+        valid = self.nibbles(whole)
+        if by_token != 0:
+            for j in cutlass.range(number, unroll=1):
+                if (by_token >> j) & 1 != 0:
+                    to = dst + (j >> 1) * self.group_bytes + (j & 1) * far
+                    bits = self.copy_tokens(source, of_v, entries, shift + j, to, lane)
                     valid = valid | bits << (4 * j)
             tma.arrive_copied(full)
             cute.arch.sync_warp()
         if lane == 0:
             if of_v == 0:
-                ops.store_shared_u8(smem + self.at["masks"] + slot * 4 + warp, valid)
-            tma.arrive_expect(full, ((wanted & 1) + (wanted >> 1)) * self.group_bytes)
-            for j in cutlass.range_constexpr(2):
+                masks = smem + self.at["masks"] + slot * 4 + part * (number // 2)
+                for pair in cutlass.range_constexpr(number // 2):
+                    ops.store_shared_u8(masks + pair, valid >> (8 * pair))
+            tma.arrive_expect(full, cute.arch.popc(wanted) * self.group_bytes)
+            for j in cutlass.range_constexpr(number):
                 if (wanted >> j) & 1 != 0:
-                    tma.load_box(dst + j * far, source.tensor_map(of_v), source.box(places[j]), full, once=True)
+                    to = dst + j // 2 * self.group_bytes + j % 2 * far
+                    tma.load_box(to, source.tensor_map(of_v), source.box(places[j]), full, once=True)
+
+    def nibbles(self, bits: Int32) -> Int32:
+        """Four bits for each of `fill_groups`."""
+        spread = bits
+        for step in (12, 6, 3):
+            if 4 * self.fill_groups > step + step // 3:
+                keep = {12: 0x000F000F, 6: 0x03030303, 3: 0x11111111}[step]
+                spread = (spread | spread << step) & keep
+        return spread * 15
 
     @cute.jit
     def copy_tokens(self, source: BoxSource, of_v: Int32, entries: tuple, of: Int32, dst: Int32, lane: Int32) -> Int32:

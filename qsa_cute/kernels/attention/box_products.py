@@ -12,7 +12,7 @@ where that is what is left). A ring of stages is filled in order: K of a step, V
 A stage in shared memory: 8 places of [parts of a row][4 tokens][128 bytes], the 16-byte chunks of a line of 128 bytes
 swizzled as TMA does it: chunk c of the line at address a sits at c ^ a / 128 % 8. Places p and p + 4, groups 2 p and
 2 p + 1 of the stage, make up the 8 tokens of one MMA; places 4 .. 7 lie 512 bytes further than they would without a
-gap, so that the two meet no bank conflict. Gather warp p fills both.
+gap, so that the two meet no bank conflict. A gather warp fills both of some pairs.
 
 What a place may hold: of K anything where no entry is valid, since a bit an entry masks S before the softmax; of V
 zeros, except in 16 tokens past the end of the list, which nobody multiplies.
@@ -36,6 +36,7 @@ PASSES = 3  # times 8 tokens that a warp scores in a step at most: five stages o
 LAST_STAGES = 5  # of a list's last step: one sequence in 16 blocks leaves 129 tokens to one of them
 LINE = 128  # bytes of a token's part in a box
 GAP = BLOCK_TOKENS * LINE  # see above
+FP8_FILL = 8
 TABLE_PAGES = 1024  # of a sequence whose page tables are kept in shared memory
 
 
@@ -61,6 +62,11 @@ class BoxProducts(RowGather):
         RowGather.__init__(self, head_dim, dtype, WARPS, k_stages=1, v_stages=1, blocks_per_sm=1)
         self.chains, self.ring = 4, stages
         self.threads = self.workers + 32 * GATHER_WARPS
+        # Groups of a stage that a gather warp fills at a time, and the warps that share a stage so. A fill takes a warp
+        # 380 clocks with two boxes and 500 with eight: what boxes of 2 KB have to wait for anyway, and of 1 KB not.
+        self.fill_groups = FP8_FILL if self.fp8 else 2
+        self.stage_warps = STAGE_GROUPS // self.fill_groups
+        self.fill_stages = GATHER_WARPS // self.stage_warps  # of so many in turn, one is this warp's
         self.warp_chunks = self.pitch // 16 // self.warps  # of V, 16 bytes each
         self.group_bytes = BLOCK_TOKENS * self.pitch
         self.stage_bytes = STAGE_GROUPS * self.group_bytes + GAP
@@ -84,7 +90,7 @@ class BoxProducts(RowGather):
     @cute.jit
     def set_up_ring(self, smem: Int32):
         for s in cutlass.range_constexpr(self.ring):
-            cute.arch.mbarrier_init(ops.shared_barrier(smem + self.at["full"] + 8 * s), GATHER_WARPS)
+            cute.arch.mbarrier_init(ops.shared_barrier(smem + self.at["full"] + 8 * s), self.stage_warps)
             cute.arch.mbarrier_init(ops.shared_barrier(smem + self.at["empty"] + 8 * s), self.warps)
 
     # ---- multiplying ---------------------------------------------------------------------------------
