@@ -25,7 +25,7 @@ class BoxMerge(BoxGather):
     """`begin`; then the warps that gather run `share_sums` and `weigh`, those that multiply `address_columns`,
     `send_columns` and `sum_columns`."""
 
-    early_launch = True  # `begin` waits for the kernels before this one
+    early_launch = True  # kernels wait, after `begin`, for the kernels before them
 
     def __init__(self, head_dim: int, dtype: str, stages: int):
         super().__init__(head_dim, dtype, stages)
@@ -42,7 +42,7 @@ class BoxMerge(BoxGather):
 
     @cute.jit
     def begin(self, smem: Int32, share: BoxShare, tid: Int32):
-        """Set up the mbarriers; let the next kernel start, wait for the last one."""
+        """Set up the mbarriers; let the next kernel start."""
         if tid == 0:
             self.set_up_ring(smem)
             owned = share.divide(self.groups - share.split + share.num_splits - 1)
@@ -54,7 +54,6 @@ class BoxMerge(BoxGather):
         if share.num_splits > 1:
             cute.arch.cluster_arrive_relaxed()  # says that the mbarriers are set up; awaited before stores to peers
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
 
     def lane_rows(self, lane: Int32) -> list:
         """The rows of which `lane_quads` gives this lane four columns each."""
@@ -169,6 +168,9 @@ class BoxMerge(BoxGather):
         known = [cutlass.min(r, ranks - 1) for r in rank]
         inbox = smem + self.at["inbox"] + slot * GROUP_BYTES + row * 32 + half * 16
         at = [inbox + r * slots * GROUP_BYTES for r in known]
+        tGate = cute.make_rmem_tensor((4,), Float32)
+        if slot < owned:
+            self.load_gates(out, row, column, tGate)
         tma.wait(smem + self.at["inbox_full"], Int32(0))
         cute.arch.barrier(barrier_id=2, number_of_threads=self.workers + 32)
         weights = [ops.load_shared_f32(smem + self.at["weights"] + (r * ROWS + row) * 4) for r in known]
@@ -185,6 +187,14 @@ class BoxMerge(BoxGather):
                 for c in cutlass.range_constexpr(4):
                     o[c] = o[c] + cute.arch.shuffle_sync_bfly(o[c], offset=8)
             if row < share.group and part == 0:
-                self.store_quad(out, row, column, tuple(o))
+                self.store_gated(out, row, column, tuple(o), tGate)
             slot, column = slot + more, column + more * ranks * 8
             at = [a + more * GROUP_BYTES for a in at]
+            if slot < owned:
+                self.load_gates(out, row, column, tGate)
+
+    def load_gates(self, out: RowOutput, row: Int32, column: Int32, tGate: cute.Tensor):
+        """What `store_gated` multiplies four columns by; here by nothing."""
+
+    def store_gated(self, out: RowOutput, row: Int32, column: Int32, o: tuple, tGate: cute.Tensor):
+        self.store_quad(out, row, column, o)

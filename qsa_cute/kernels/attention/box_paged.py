@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention.box_gather import TABLES
@@ -20,6 +20,7 @@ from qsa_cute.kernels.attention.fp8_boxes import Fp8Boxes
 from qsa_cute.kernels.attention.paged_rows import GatedOutput, PagedOutput, PagedTokens
 from qsa_cute.kernels.attention.row_gather import ROWS
 from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common.rope_norm import unpack_2
 
 GATE_GROUP_BYTES = ROWS * 16  # gates of a group of 8 columns
 
@@ -129,6 +130,27 @@ class PagedBoxes(GatedOutput, Fp8Boxes):
     @cute.jit
     def load_gate_quad(self, out: PagedOutput, row: Int32, col: Int32):
         return ops.load_shared_i32x2(Int32(out.gate) + (col >> 3) * GATE_GROUP_BYTES + row * 16 + (col & 7) * 2)
+
+    @cute.jit
+    def load_gates(self, out: PagedOutput, row: Int32, column: Int32, tGate: cute.Tensor):
+        """The sigmoids."""
+        if out.gate != 0:
+            words = self.load_gate_quad(out, row, column)
+            for pair in cutlass.range_constexpr(2):
+                low, high = unpack_2("bf16", words[pair])
+                tGate[2 * pair], tGate[2 * pair + 1] = ops.sigmoid(low), ops.sigmoid(high)
+
+    @cute.jit
+    def store_gated(self, out: PagedOutput, row: Int32, column: Int32, o: tuple, tGate: cute.Tensor):
+        low, high = self.round_quad(out, o)
+        if out.gate != 0:
+            low, high = self.passed_pair(low, tGate[0], tGate[1]), self.passed_pair(high, tGate[2], tGate[3])
+        ops.store_global_i32x2(out.o + Int64(row) * out.o_head + Int64(column) * 2, low, high)
+
+    @cute.jit
+    def passed_pair(self, word: Int32, low_share: Float32, high_share: Float32) -> Int32:
+        low, high = unpack_2("bf16", word)
+        return ops.pack_2("bf16", self.passed(low, low_share), self.passed(high, high_share))
 
     @cute.jit
     def store_row(

@@ -223,6 +223,7 @@ class PagedAttentionTma(PagedBoxes):
             tma.prefetch_tensor_map(tma.parameter_address(k_map[0]))
             tma.prefetch_tensor_map(tma.parameter_address(v_map[0]))
         self.begin(smem, share, tid)
+        cute.arch.griddepcontrol_wait()
 
         head = Int64(kv_head * group_size)
         ids = indices.toint() + Int64(row) * indices_stride_row * 4

@@ -120,13 +120,13 @@ class GatedOutput(RowGather):
         """Two rounded outputs times the sigmoids of two gates."""
         low, high = unpack_2("bf16", word)
         gate_low, gate_high = unpack_2("bf16", gate)
-        return ops.pack_2("bf16", self.pass_gate(low, gate_low), self.pass_gate(high, gate_high))
+        return ops.pack_2("bf16", self.passed(low, ops.sigmoid(gate_low)), self.passed(high, ops.sigmoid(gate_high)))
 
     @cute.jit
-    def pass_gate(self, o: Float32, gate: Float32) -> Float32:
+    def passed(self, o: Float32, share: Float32) -> Float32:
         """Zero stays zero, so that a row without entries is zeros whatever its gate holds."""
-        passed = o * ops.sigmoid(gate)
-        return passed if o != 0.0 else Float32(0.0)
+        some = o * share
+        return some if o != 0.0 else Float32(0.0)
 
     @cute.jit
     def load_gate_pair(self, out: PagedOutput, row: Int32, col: Int32) -> Int32:
@@ -163,12 +163,16 @@ class GatedOutput(RowGather):
                     ops.store_global_i32(at + 16 * n, word)
 
     @cute.jit
-    def store_quad(self, out: PagedOutput, row: Int32, col: Int32, v: tuple):
+    def round_quad(self, out: PagedOutput, v: tuple):
+        """Two words."""
         scale = Float32(1.0)
         if cutlass.const_expr(self.fp8):
             scale = out.scale
-        low = ops.pack_2(self.dtype, v[0] * scale, v[1] * scale)
-        high = ops.pack_2(self.dtype, v[2] * scale, v[3] * scale)
+        return ops.pack_2(self.dtype, v[0] * scale, v[1] * scale), ops.pack_2(self.dtype, v[2] * scale, v[3] * scale)
+
+    @cute.jit
+    def store_quad(self, out: PagedOutput, row: Int32, col: Int32, v: tuple):
+        low, high = self.round_quad(out, v)
         if out.gate != 0:
             gate = self.load_gate_quad(out, row, col)
             low, high = self.gated(low, gate[0]), self.gated(high, gate[1])

@@ -170,6 +170,7 @@ class SparseDecodeTma(PaddedBoxes):
         if warp == WARPS:  # the first that gathers
             tma.prefetch_tensor_map(pool)
         self.begin(smem, share, tid)
+        cute.arch.griddepcontrol_wait()
 
         head = Int64(kv_head * group_size)
         in_page = kv_pool_ptr.toint() + Int64(kv_head) * head_stride * 2
