@@ -25,6 +25,11 @@ from qsa_cute.kernels.common import ops, tma
 TABLES = 4  # a barrier: page tables are staged, and the ring is set up
 
 
+def log2(number: int) -> int:
+    """Of a power of two."""
+    return number.bit_length() - 1
+
+
 class BoxSource(TokenSource):
     """A `TokenSource` whose whole blocks can be copied as boxes.
 
@@ -48,7 +53,7 @@ class BoxGather(BoxProducts):
 
     def first_stage(self, warp: Int32) -> Int32:
         """Of a step, that `warp` fills; then every `fill_stages`-th."""
-        return warp >> self.stage_warps.bit_length() - 1 if self.fill_stages > 1 else Int32(0)
+        return warp >> log2(self.stage_warps) if self.fill_stages > 1 else Int32(0)
 
     def stage_part(self, warp: Int32) -> Int32:
         """Which of a stage's parts of `fill_groups` groups `warp` fills."""
@@ -56,8 +61,8 @@ class BoxGather(BoxProducts):
 
     def lane_group(self, warp: Int32, lane: Int32) -> Int32:
         """This lane's group of a step: lanes have in turn those that `warp` fills."""
-        stage = self.first_stage(warp) + lane // self.fill_groups * self.fill_stages
-        return stage * STAGE_GROUPS + self.stage_part(warp) * self.fill_groups + lane % self.fill_groups
+        stage = self.first_stage(warp) + (lane >> log2(self.fill_groups)) * self.fill_stages
+        return stage * STAGE_GROUPS + self.stage_part(warp) * self.fill_groups + (lane & (self.fill_groups - 1))
 
     @cute.jit
     def first_at(self, share: BoxShare, stage: Int32, warp: Int32, lane: Int32) -> Int32:
@@ -95,7 +100,8 @@ class BoxGather(BoxProducts):
         step."""
         lane = cute.arch.lane_idx()
         stage, slot, round_ = Int32(0), Int32(0), Int32(0)
-        mixed = Int32(0)  # not 0: some slot may hold tokens that came without TMA
+        # Not 0: a slot may hold tokens that came without TMA. Of slots that one warp alone fills, that warp knows.
+        mixed = Int32(self.fill_stages > 1)
         e0, e1, e2, e3 = first
         if cutlass.const_expr(self.surveys):
             left = self.most_stages(top_k, share)  # until the list has been surveyed
@@ -138,7 +144,7 @@ class BoxGather(BoxProducts):
                         tma.wait(smem + self.at["empty"] + at * 8, (turn + 1) & 1)
                         if mixed != 0:
                             tma.fence_async_proxy()
-                    first_lane = i // self.fill_stages * self.fill_groups
+                    first_lane = (i >> log2(self.fill_stages)) * self.fill_groups
                     self.fill(smem, source, of_v, entries, place, torn, live, boxes, first_lane, at, warp, lane)
                     if cutlass.const_expr(self.fill_stages == 1):  # step by step: so it stays in uniform registers
                         slot, round_ = self.later(slot, round_, Int32(1))
@@ -209,9 +215,12 @@ class BoxGather(BoxProducts):
             cute.arch.sync_warp()
         if lane == 0:
             if of_v == 0:
-                masks = smem + self.at["masks"] + slot * 4 + part * (number // 2)
-                for pair in cutlass.range_constexpr(number // 2):
-                    ops.store_shared_u8(masks + pair, valid >> (8 * pair))
+                masks = smem + self.at["masks"] + slot * 4
+                if cutlass.const_expr(number == STAGE_GROUPS):
+                    ops.store_shared_i32(masks, valid)
+                else:
+                    for pair in cutlass.range_constexpr(number // 2):
+                        ops.store_shared_u8(masks + part * (number // 2) + pair, valid >> (8 * pair))
             tma.arrive_expect(full, cute.arch.popc(wanted) * self.group_bytes)
             for j in cutlass.range_constexpr(number):
                 if (wanted >> j) & 1 != 0:
