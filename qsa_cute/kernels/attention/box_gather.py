@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 from qsa_cute.geometry import BLOCK_TOKENS
 from qsa_cute.kernels.attention.box_products import (
     GAP,
+    LAST_STAGES,
     LINE,
     STAGE_GROUPS,
     STEP_STAGES,
@@ -73,11 +74,12 @@ class BoxGather(BoxProducts):
     @cute.jit
     def entries(self, ids: Int64, top_k: Int32, share: BoxShare, stage: Int32, warp: Int32, lane: Int32):
         """The four entries of this lane's group; -1 past the end of the list."""
+        lanes = -(-LAST_STAGES // self.fill_stages) * self.fill_groups
         at = self.first_at(share, stage, warp, lane)
         found = []
         for t in cutlass.range_constexpr(BLOCK_TOKENS):
             wanted = Int32(0)
-            if lane < self.step_lanes and at + t < top_k:
+            if lane < lanes and at + t < top_k:
                 wanted = Int32(1)
             found.append(ops.load_global_i32_if(wanted, ids + Int64(at) * 4 + 4 * t, Int32(-1)))
         return tuple(found)

@@ -19,7 +19,7 @@ from qsa_cute.kernels.attention.box_products import TABLE_PAGES, BoxShare
 from qsa_cute.kernels.attention.fp8_boxes import Fp8Boxes
 from qsa_cute.kernels.attention.paged_rows import GatedOutput, PagedOutput, PagedTokens
 from qsa_cute.kernels.attention.row_gather import ROWS
-from qsa_cute.kernels.common import early, ops
+from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.rope_norm import unpack_2
 
 GATE_GROUP_BYTES = ROWS * 16  # gates of a group of 8 columns
@@ -74,29 +74,6 @@ class PagedBoxes(GatedOutput, Fp8Boxes):
         super().__init__(head_dim, dtype, stages)
         self.sizes["gate"] = self.groups * GATE_GROUP_BYTES
         self.lay_out()
-
-    # ---- before the kernels before this one are done --------------------------------------------------
-
-    @cute.jit
-    def ask_for_list(self, ids: Int64, width: Int32, share: BoxShare, warp: Int32):
-        """Have this lane's entries of the first step come to the L2."""
-        lane = cute.arch.lane_idx()
-        at = self.first_at(share, Int32(0), warp, lane)
-        if lane < self.step_lanes and at < width:
-            early.prefetch(ids + Int64(at) * 4)
-
-    @cute.jit
-    def ask_for_rows(self, address: Int64, head_bytes: Int64, group: Int32, tid: Int32):
-        """Have rows of the group's heads come to the L2, a line a thread."""
-        lines = self.q_pitch // early.LINE
-        if tid < group * lines:
-            early.prefetch(address + Int64(tid // lines) * head_bytes + Int64(tid % lines * early.LINE))
-
-    @cute.jit
-    def ask_for_table(self, table: Int64, width: Int32, tid: Int32):
-        """Have what `read_table` reads come to the L2, a line a thread."""
-        if tid * (early.LINE // 4) < cutlass.min(width, TABLE_PAGES):
-            early.prefetch(table + Int64(tid * early.LINE))
 
     # ---- the list ------------------------------------------------------------------------------------
 

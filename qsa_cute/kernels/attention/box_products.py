@@ -67,7 +67,6 @@ class BoxProducts(RowGather):
         self.fill_groups = FP8_FILL if self.fp8 else 2
         self.stage_warps = STAGE_GROUPS // self.fill_groups
         self.fill_stages = GATHER_WARPS // self.stage_warps  # of so many in turn, one is this warp's
-        self.step_lanes = -(-LAST_STAGES // self.fill_stages) * self.fill_groups  # groups of a step for a warp at most
         self.warp_chunks = self.pitch // 16 // self.warps  # of V, 16 bytes each
         self.group_bytes = BLOCK_TOKENS * self.pitch
         self.stage_bytes = STAGE_GROUPS * self.group_bytes + GAP

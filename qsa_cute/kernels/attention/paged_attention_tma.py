@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.attention.box_paged import BoxedTokens, PagedBoxes
 from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS, BoxShare
 from qsa_cute.kernels.attention.paged_rows import PageDivisor, PagedOutput, PageStrides
-from qsa_cute.kernels.common import early, ops, tma
+from qsa_cute.kernels.common import ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr, tensor_map
 
 PARAMS = (
@@ -223,29 +223,13 @@ class PagedAttentionTma(PagedBoxes):
             tma.prefetch_tensor_map(tma.parameter_address(k_map[0]))
             tma.prefetch_tensor_map(tma.parameter_address(v_map[0]))
         self.begin(smem, share, tid)
+        cute.arch.griddepcontrol_wait()
 
         head = Int64(kv_head * group_size)
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
-        table = block_table.toint() + Int64(likely) * table_stride * 4
-        q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
-        gate = gate_ptr.toint()
-        if gate != 0:
-            gate = gate + (Int64(row) * gate_stride_row + head * gate_stride_head) * 2
-        request_at, count_at = token_to_req.toint() + Int64(row) * 4, ids + Int64(width) * 4
-        if warp >= WARPS:
-            self.ask_for_list(ids, width, share, warp - WARPS)
-        else:
-            self.ask_for_rows(q, q_stride_head * 2, group_size, tid)
-            if gate != 0:
-                self.ask_for_rows(gate, gate_stride_head * 2, group_size, tid)
-            self.ask_for_table(table, table_width, tid)
-            if tid == 0:
-                early.prefetch(request_at)
-                early.prefetch(count_at)
-        cute.arch.griddepcontrol_wait()
-
         pages = cute.make_rmem_tensor((TABLE_PAGES // self.workers,), Int32)
-        self.read_table(pages, table, table_width, tid)
+        self.read_table(pages, block_table.toint() + Int64(likely) * table_stride * 4, table_width, tid)
+        request_at, count_at = token_to_req.toint() + Int64(row) * 4, ids + Int64(width) * 4
         if warp >= WARPS:
             gatherer, lane = warp - WARPS, cute.arch.lane_idx()
             first = self.entries(ids, width, share, Int32(0), gatherer, lane)
@@ -282,11 +266,15 @@ class PagedAttentionTma(PagedBoxes):
             scale = output_scale
             if cutlass.const_expr(self.fp8):
                 scale = scale * ops.load_global_f32_if(Int32(v_scale != 0), v_scale, Float32(1.0))
+            q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
             self.load_q(smem, q, q_stride_head * 2, group_size, tid)
             live = request >= 0 and request < num_requests
             if live and request != likely:
                 self.read_table(pages, block_table.toint() + Int64(request) * table_stride * 4, table_width, tid)
             self.stage_table(smem, pages, table_width, tid)
+            gate = gate_ptr.toint()
+            if gate != 0:
+                gate = gate + (Int64(row) * gate_stride_row + head * gate_stride_head) * 2
             gate = self.stage_gate(smem, gate, gate_stride_head * 2, share, tid)
             tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
             tMax = cute.make_rmem_tensor((2,), Float32)
