@@ -171,11 +171,6 @@ def _paged() -> tuple[Tuning, ...]:
     )
 
 
-def _cluster(dtype: str, **stages: int) -> Tuning:
-    """One block an SM: the splits of a row are few and far apart."""
-    return Tuning({"warps": 8, **stages, "blocks_per_sm": 1}, ("sm_90a",), dtypes=(dtype,))
-
-
 # Tokens of a chunk of the union: 80 at 256 columns, where 64 lost every comparison; 128 fit at 128 columns.
 _CHUNKS = (Tuning({"tile": 80}, ("sm_90a",), (256,)), Tuning({"tile": 128}, ("sm_90a",), (128,)))
 _CHUNKS_BY_THREADS = tuple(
@@ -271,9 +266,12 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             ),
             Kernel("paged_attention", "qsa_cute.kernels.attention.paged_attention:PagedAttention", _paged()),
             Kernel(
-                name="paged_attention_cluster",
-                entry="qsa_cute.kernels.attention.paged_attention_cluster:PagedAttentionCluster",
-                tuning=(_cluster("bf16", k_stages=2, v_stages=3), _cluster("fp8_e4m3", k_stages=4, v_stages=4)),
+                name="paged_attention_tma",
+                entry="qsa_cute.kernels.attention.paged_attention_tma:PagedAttentionTma",
+                tuning=(
+                    Tuning({"stages": 10}, ("sm_90a",), dtypes=("bf16",)),
+                    Tuning({"stages": 16}, ("sm_90a",), dtypes=_FP8),
+                ),
             ),
             Kernel(
                 name="union_prepare",

@@ -9,33 +9,47 @@ from qsa_cute.runners import checks
 from qsa_cute.runtime import Loader
 
 MAX_STRIDE = 1 << 40  # bytes; the driver takes less
-_COLUMNS = 64  # of a part of a row: the 128 bytes of the swizzle
+_LINE = 128  # bytes of a part of a row: what the swizzle spans
 
 Sizes = tuple[int, int, int]  # tokens of a page, KV heads, pages
 Strides = tuple[int, int, int]  # of the same, in bytes
 
 
-def strides(sizes: Sizes, elements: Sizes, head_dim: int) -> Strides | None:
-    """A map's strides from those in elements; None where no map has them: pages must be there, and what there are
-    several of must lie apart, by less than 2^40 bytes."""
+def strides(sizes: Sizes, elements: Sizes, head_dim: int, item: int = checks.ELEM_BYTES) -> Strides | None:
+    """A map's strides from those in elements of `item` bytes; None where no map has them: pages must be there, and what
+    there are several of must lie apart, by less than 2^40 bytes."""
     # A dimension of one has no stride of its own, and the driver wants one.
-    tokens, heads, pages = (
-        checks.ELEM_BYTES * (step if size > 1 else head_dim) for size, step in zip(sizes, elements, strict=True)
-    )
+    tokens, heads, pages = (item * (step if size > 1 else head_dim) for size, step in zip(sizes, elements, strict=True))
     fits = min(sizes) > 0 and all(0 < step < MAX_STRIDE for step in (tokens, heads, pages))
     return (tokens, heads, pages) if fits else None
 
 
 @functools.lru_cache(maxsize=256)  # a model's layers, each with its pages, come again with every step
-def encode(loader: Loader, device: int, address: int, head_dim: int, sizes: Sizes, steps: Strides) -> tuple[int, ...]:
-    """The words of a map of (64 columns, tokens, head_dim / 64 parts of a row, KV heads, pages), its boxes a block of a
-    head, of 16-bit elements: which, a copy does not ask."""
-    parts = head_dim // _COLUMNS
-    return loader.encode_map(
+def encode(
+    loader: Loader,
+    device: int,
+    name: str,
+    dtype: str,
+    address: int,
+    head_dim: int,
+    sizes: Sizes,
+    steps: Strides,
+) -> dict[str, int]:
+    """The words of a map of (128 bytes of columns, tokens, parts of a row, KV heads, pages), its boxes a block of a
+    head, by the parameters of the map called `name`; not to be changed.
+
+    Args:
+        dtype: "bf16" for any 16-bit type: which, a copy does not ask; or "fp8_e4m3".
+    """
+    item = 1 if dtype == "fp8_e4m3" else checks.ELEM_BYTES
+    columns = _LINE // item
+    parts = head_dim // columns
+    words = loader.encode_map(
         device,
-        "bf16",
+        dtype,
         address,
-        (_COLUMNS, sizes[0], parts, *sizes[1:]),
-        (steps[0], _COLUMNS * checks.ELEM_BYTES, *steps[1:]),
-        (_COLUMNS, geometry.BLOCK_TOKENS, parts, 1, 1),
+        (columns, sizes[0], parts, *sizes[1:]),
+        (steps[0], _LINE, *steps[1:]),
+        (columns, geometry.BLOCK_TOKENS, parts, 1, 1),
     )
+    return {f"{name}_{i}": word for i, word in enumerate(words)}

@@ -1,8 +1,8 @@
 """Sparse attention over vLLM's paged cache by counted lists: parameters of a launch, and the runner.
 
-Three algorithms compute the same. "cluster" (SM90) shares each row's list between the blocks of a cluster: few rows,
-decode. "rows" (every SM) gives a block a row, or shares its list through a workspace. "shared" (SM90) lets
-neighbouring rows share their gather, see `union_paged.py`: many rows. The mathematics: `reference/paged.py`.
+Three algorithms compute the same. "tma" (SM90) copies whole 4-token blocks of a list as one; of few rows, the blocks of
+a cluster share each list. "rows" (every SM) gives a block a row, or shares its list through a workspace. "shared"
+(SM90) lets neighbouring rows share their gather, see `union_paged.py`: many rows. Their truth: `reference/paged.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.runners import checks, dispatch, splits, union_paged
-from qsa_cute.runners.paged_params import CLUSTER, MAX_SPLITS, PAGE_STEP, ROWS, SHARED, PagedAttentionParams
+from qsa_cute.runners.paged_params import MAX_SPLITS, PAGE_STEP, ROWS, SHARED, TMA, PagedAttentionParams
 from qsa_cute.runners.workspace import Workspace
 from qsa_cute.runtime import Loader, Wanted, default_loader
 from qsa_cute.support import Support, SupportCode
@@ -19,7 +19,7 @@ __all__ = ["PagedAttentionParams", "PagedAttentionRunner"]
 
 _KERNELS: dict[str, tuple[str, dispatch.Baked]] = {
     ROWS: ("paged_attention", (("max_splits", MAX_SPLITS),)),
-    CLUSTER: ("paged_attention_cluster", ()),
+    TMA: ("paged_attention_tma", ()),
 }
 
 
@@ -59,7 +59,7 @@ class PagedAttentionRunner:
 
     @staticmethod
     def workspace_size(rows: int, num_kv_heads: int, head_dim: int) -> Workspace:
-        """Memory for the partials and counters of "rows" with several splits, good for fewer rows too. SM90 needs none.
+        """Memory for the partials and counters of "rows" with several splits, good for fewer rows too.
 
         Raises:
             ArgumentError: a size is out of range.
@@ -74,15 +74,16 @@ class PagedAttentionRunner:
     @staticmethod
     def workspace_wanted(params: PagedAttentionParams) -> Workspace | None:
         """Memory with which `run` would do these rows faster on their device, None where there is no such: for "shared"
-        where many rows can share their gather, for "rows" where few rows have no clusters. It may hold anything."""
+        where many rows can share their gather, for "rows" where few rows cannot go by "tma". It may hold anything."""
         checks.instance("params", params, PagedAttentionParams)
         units, loader = params.rows * params.num_kv_heads, default_loader()
         if not units or params.algorithm is not None:
             return None
-        if _has_clusters(loader, params.device):
-            if not union_paged.pays(params) or params.unshared or _missing(loader, params):
+        if _is_sm90(loader, params.device):
+            if union_paged.pays(params) and not params.unshared and not _missing(loader, params):
+                return Workspace.of(("workspace", "i32", (-(-union_paged.workspace(params).size // 4),)))
+            if params.map_strides is not None:
                 return None
-            return Workspace.of(("workspace", "i32", (-(-union_paged.workspace(params).size // 4),)))
         if splits.of_workspace(units, params.width, MAX_SPLITS) == 1:
             return None
         return PagedAttentionRunner.workspace_size(params.rows, params.num_kv_heads, params.head_dim)
@@ -100,9 +101,9 @@ class PagedAttentionRunner:
         """
         loader = default_loader()
         dims = geometry.SUPPORTED_HEAD_DIMS if head_dim is None else (checks.head_dim(head_dim),)
-        clusters = _has_clusters(loader, -1 if device is None else device)
-        each = [_wanted(name, dim, cache_dtype) for name in ((CLUSTER, ROWS) if clusters else (ROWS,)) for dim in dims]
-        if clusters:  # `run` does without where the store has none
+        sm90 = _is_sm90(loader, -1 if device is None else device)
+        each = [_wanted(name, dim, cache_dtype) for name in ((TMA, ROWS) if sm90 else (ROWS,)) for dim in dims]
+        if sm90:  # `run` does without where the store has none
             place = dispatch.ordinal(loader, device)
             shared = (one for dim in dims for one in _shared_wanted(dim, cache_dtype))
             each += [one for one in shared if loader.missing_reason(one, place) is None]
@@ -113,7 +114,7 @@ class PagedAttentionRunner:
         """Launch on `params.stream`; nothing to do without rows. Allocates nothing, safe under capture.
 
         Raises:
-            UnsupportedError: "cluster" is asked for where there are no clusters.
+            UnsupportedError: "tma" or "shared" is asked for where it is not built.
             CaptureError: the first use in this context is under capture; call `preflight` before.
             ArtifactError, DriverError: loading or launching failed.
             ArgumentError: params of another class.
@@ -127,8 +128,8 @@ class PagedAttentionRunner:
             params.launches(loader).run(params, loader)
             return
         kernel = loader.peek(_wanted(algorithm, params.head_dim, params.cache_dtype), params.device, stream)
-        if algorithm != ROWS:
-            kernel.launch(params, params.grid, stream, (1, params.num_splits, 1))
+        if algorithm == TMA:
+            kernel.launch(params.with_maps(loader), params.grid, stream, (1, params.num_splits, 1))
             return
         if params.num_splits > 1:
             # The kernel leaves them zero; the launch before may have been cut short, or been another's.
@@ -141,7 +142,7 @@ def _wanted(algorithm: str, head_dim: int, cache_dtype: object) -> Wanted:
     return dispatch.wanted(name, head_dim, cache_dtype, baked)
 
 
-def _has_clusters(loader: Loader, device: int) -> bool:
+def _is_sm90(loader: Loader, device: int) -> bool:
     return dispatch.capability(loader, device) == dispatch.SM90
 
 
@@ -162,11 +163,11 @@ def _pick(loader: Loader, params: PagedAttentionParams) -> tuple[str, PagedAtten
     """The algorithm that does these rows, and its parameters. "shared" is named by who brings its workspace."""
     if params.algorithm == ROWS:
         return ROWS, params
-    clusters = _has_clusters(loader, params.device)
+    sm90 = _is_sm90(loader, params.device)
     if params.algorithm is not None:
-        if not clusters:
+        if not sm90:
             raise UnsupportedError(f"algorithm {params.algorithm!r} is built for sm_90a only; use {ROWS!r} or None")
         return params.algorithm, params
-    if not clusters:
-        return ROWS, params.as_rows()
-    return (CLUSTER if params.rows * params.num_kv_heads <= splits.SM_COUNT else ROWS), params
+    if sm90 and params.map_strides is not None:
+        return TMA, params
+    return ROWS, params.as_rows()

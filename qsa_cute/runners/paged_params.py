@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.errors import ArgumentError
-from qsa_cute.runners import checks, splits, union_paged, workspace
+from qsa_cute.paged_union_layout import entry_shift
+from qsa_cute.runners import boxes, checks, splits, union_paged, workspace
 from qsa_cute.runners import paged_places as places
 from qsa_cute.runners.tensors import Binder, TensorView, current_stream
 from qsa_cute.runtime import Loader
 
 ROWS = "rows"
-CLUSTER = "cluster"
+TMA = "tma"
 SHARED = "shared"
-ALGORITHMS = (CLUSTER, ROWS, SHARED)
-CACHE_DTYPES = ("bf16", "fp8_e4m3")
+ALGORITHMS = (TMA, ROWS, SHARED)
+FP8 = "fp8_e4m3"
+CACHE_DTYPES = ("bf16", FP8)
 PAGE_STEP = 16  # tokens of a page are a multiple
 MAX_SPLITS = 32  # of "rows", the split stride of its workspace: a constant of the built kernel
 
@@ -46,8 +50,8 @@ class PagedAttentionParams:
         k_scale_ptr, v_scale_ptr: FP32 factors on the device, 0 for none.
         partial_o, partial_stats, split_counters: workspace of "rows" with several splits, see `workspace_size`.
         workspace: memory of "shared", see `PagedAttentionRunner.workspace_wanted`.
-        algorithm: "cluster", "rows", "shared" or None, which lets the runner choose.
-        num_splits: blocks that share a list; 0 lets the runner choose. "cluster" takes up to 16, "rows" up to 32.
+        algorithm: "tma", "rows", "shared" or None, which lets the runner choose.
+        num_splits: blocks that share a list; 0 lets the runner choose. "tma" takes up to 16, "rows" up to 32.
         stream: CUstream as an integer.
         device: ordinal; -1 is the current context's.
         grid and what stands after it: what follows from the rest.
@@ -112,6 +116,10 @@ class PagedAttentionParams:
     v_token_units: int = field(init=False)
     k_head_bytes: int = field(init=False)
     v_head_bytes: int = field(init=False)
+    block_bits: int = field(init=False)
+    rows_per_request: int = field(init=False)
+    map_strides: tuple[boxes.Strides, boxes.Strides] | None = field(init=False)  # None: TMA does not take the cache
+    _with_maps: SimpleNamespace | None = field(init=False, default=None, repr=False, compare=False)
     _as_rows: PagedAttentionParams | None = field(init=False, default=None, repr=False, compare=False)
     _launches: union_paged.PagedLaunches | None = field(init=False, default=None, repr=False, compare=False)
     _bytes: dict[str, int] = field(init=False, default_factory=dict, repr=False, compare=False)
@@ -122,6 +130,7 @@ class PagedAttentionParams:
         checked["grid"] = (checked["rows"], checked["num_splits"] or 1, checked["num_kv_heads"])
         checked |= self._addresses(checked)
         checked |= self._strides(checked)
+        checked["map_strides"] = self._map_strides(checked)
         checked["attention_scale"] = checks.scalar("attention_scale", self.attention_scale)
         checked["output_scale"] = checks.scalar("output_scale", self.output_scale)
         if checked["cache_dtype"] == "bf16" and (checked["output_scale"] != 1.0 or checked["v_scale_ptr"]):
@@ -144,17 +153,20 @@ class PagedAttentionParams:
         if page_size % PAGE_STEP:
             raise ArgumentError(f"page_size is {page_size}; it takes a multiple of {PAGE_STEP} tokens")
         magic, shift = places.divisor(page_size)
+        num_requests = checks.integer("num_requests", self.num_requests, 1)
         return {
             "rows": rows,
             "num_q_heads": q_heads,
             "num_kv_heads": kv_heads,
             "group_size": q_heads // kv_heads,
             "head_dim": checks.head_dim(self.head_dim),
-            "num_requests": checks.integer("num_requests", self.num_requests, 1),
+            "num_requests": num_requests,
+            "rows_per_request": max(1, rows // num_requests),
             "num_pages": checks.integer("num_pages", self.num_pages, 1),
             "page_size": page_size,
             "page_magic": magic,
             "page_shift": shift,
+            "block_bits": entry_shift(page_size),
             "table_width": checks.integer("table_width", self.table_width, 1),
             "width": checks.integer("width", self.width, 1, geometry.MAX_TOP_K),
             "cache_dtype": kind,
@@ -207,7 +219,7 @@ class PagedAttentionParams:
     def _strides(self, sizes: dict[str, Any]) -> dict[str, int]:
         head, heads = sizes["head_dim"], sizes["num_q_heads"] * sizes["head_dim"]
         token = sizes["num_kv_heads"] * head
-        item = 1 if sizes["cache_dtype"] == "fp8_e4m3" else checks.ELEM_BYTES
+        item = _item(sizes["cache_dtype"])
         found = {
             name: checks.stride(name, getattr(self, name), contiguous)
             for rows, heads_, contiguous_row in (("q", "q", heads), ("o", "o", heads), ("gate", "gate", heads))
@@ -224,9 +236,23 @@ class PagedAttentionParams:
         found["table_stride"] = checks.stride("table_stride", self.table_stride, sizes["table_width"], step=1)
         return found
 
+    def _map_strides(self, sizes: dict[str, Any]) -> tuple[boxes.Strides, boxes.Strides] | None:
+        dims, item = (sizes["page_size"], sizes["num_kv_heads"], sizes["num_pages"]), _item(sizes["cache_dtype"])
+        elements = [tuple(sizes[f"{plane}_stride_{dim}"] for dim in ("token", "head", "page")) for plane in "kv"]
+        k, v = (boxes.strides(dims, one, sizes["head_dim"], item) for one in elements)
+        if k and v and sizes["num_pages"] << sizes["block_bits"] <= _MAX_PLACES:
+            return k, v
+        if sizes["rows"] and self.algorithm == TMA:
+            raise ArgumentError(
+                f"the cache has {dims[2]} pages of {dims[0]} tokens and {dims[1]} KV heads; the strides of tokens, "
+                f"heads and pages are {elements[0]} elements in K, {elements[1]} in V. Algorithm 'tma' takes what lies "
+                "apart, by less than 2^40 bytes, and up to 2^31 blocks of 4 tokens, a power of two of them a page"
+            )
+        return None
+
     def _check_overlap(self) -> None:
         rows, heads, dim = self.rows, self.num_q_heads, self.head_dim
-        item = 1 if self.cache_dtype == "fp8_e4m3" else checks.ELEM_BYTES
+        item = _item(self.cache_dtype)
 
         def outer(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
             return (rows, getattr(self, f"{name}_stride_row")), (heads, getattr(self, f"{name}_stride_head"))
@@ -284,6 +310,7 @@ class PagedAttentionParams:
         _set(made, "packed", None)
         _set(made, "_as_rows", None)
         _set(made, "_launches", None)
+        _set(made, "_with_maps", None)
         begin, end = made.o_ptr, made.o_ptr + self._bytes["o_ptr"]
         for name, size in self._bytes.items():
             at = getattr(made, name)
@@ -303,6 +330,18 @@ class PagedAttentionParams:
                 self, "_launches", union_paged.PagedLaunches(self, self.cache_dtype, loader, self.workspace)
             )
         return self._launches  # type: ignore[return-value]
+
+    def with_maps(self, loader: Loader) -> SimpleNamespace | None:
+        """These parameters and the words of both tensor maps, made at the first call; None where there are none."""
+        if self._with_maps is None and self.map_strides is not None:
+            dims, dim, kind = (self.page_size, self.num_kv_heads, self.num_pages), self.head_dim, self.cache_dtype
+            values = dict(zip(_NAMES, _VALUES(self), strict=True))
+            for name, address, steps in zip(
+                ("k_map", "v_map"), (self.k_ptr, self.v_ptr), self.map_strides, strict=True
+            ):
+                values |= boxes.encode(loader, self.device, name, kind, address, dim, dims, steps)
+            _set(self, "_with_maps", SimpleNamespace(**values, packed=None))
+        return self._with_maps
 
     def as_rows(self) -> PagedAttentionParams:
         """These parameters for "rows", made at the first call; one block a row where there is no workspace."""
@@ -423,8 +462,16 @@ _TENSORS = {
 _ALIGNMENTS = {name: checks.ALIGNMENT if name.endswith("_ptr") else 4 for name in _TENSORS}
 _ALIGNMENTS |= {"partial_o": checks.ALIGNMENT, "partial_stats": 4, "split_counters": 4}
 _ALIGNMENTS |= {"workspace": workspace.ALIGNMENT}
-_MADE = ("packed", "stream", "_as_rows", "_launches")  # anew by each launch
+_MADE = ("packed", "stream", "_as_rows", "_launches", "_with_maps")  # anew by each launch
 _KEPT = tuple(one.name for one in dataclasses.fields(PagedAttentionParams) if one.name not in _MADE)
+_NAMES = tuple(name for name in _KEPT if not name.startswith("_"))  # what a kernel may take
+_VALUES = operator.attrgetter(*_NAMES)
+_MAX_PLACES = 1 << 31
+
+
+def _item(cache_dtype: str) -> int:
+    """Bytes of an element."""
+    return 1 if cache_dtype == FP8 else checks.ELEM_BYTES
 
 
 def _row_strides(name: str, found: TensorView) -> dict[str, Any]:

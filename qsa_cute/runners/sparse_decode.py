@@ -242,9 +242,11 @@ class SparseDecodeParams:
         """These parameters and the words of the pool's tensor map, made at the first call; None where there is none."""
         if self._with_map is None and self.map_strides is not None:
             dims = (geometry.PAGE_TOKENS, self.num_kv_heads, self.num_flat_pages)
-            words = boxes.encode(loader, self.device, self.kv_pool_ptr, self.head_dim, dims, self.map_strides)
+            words = boxes.encode(
+                loader, self.device, "kv_map", "bf16", self.kv_pool_ptr, self.head_dim, dims, self.map_strides
+            )
             values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-            values |= {f"kv_map_{i}": word for i, word in enumerate(words)} | {"packed": None}
+            values |= words | {"packed": None}
             object.__setattr__(self, "_with_map", SimpleNamespace(**values))
         return self._with_map
 

@@ -216,6 +216,7 @@ class Driver:
         element = {
             "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            "fp8_e4m3": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         }[dtype]
         encoded = self._call(
             "cuTensorMapEncodeTiled",

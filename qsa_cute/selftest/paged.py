@@ -144,7 +144,7 @@ def attention_case(dim: int, algorithm: str) -> Case:
 
 def checks(_sm90: bool) -> Iterator[Check]:
     for dim in geometry.SUPPORTED_HEAD_DIMS:
-        for algorithm, kernel in (("cluster", "paged_attention_cluster"), ("rows", "paged_attention")):
+        for algorithm, kernel in (("tma", "paged_attention_tma"), ("rows", "paged_attention")):
             case = attention_case(dim, algorithm)
             yield Check(f"paged attention d{dim} {algorithm}", case, (need(kernel, dim),), tuple(SCALES))
         for dtype in SCALES:

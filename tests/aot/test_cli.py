@@ -80,7 +80,7 @@ class TestBuild:
             ["--gpu-arch", "sm_80", "--dtype", "fp8_e4m3", "--kernels", "paged_attention*"],
             2,
             "--gpu-arch sm_80 leaves nothing of --kernels 'paged_attention*' --dtype fp8_e4m3; there are: "
-            f"paged_attention for {', '.join(FP8_SMS)}; paged_attention_cluster for sm_90a",
+            f"paged_attention for {', '.join(FP8_SMS)}; paged_attention_tma for sm_90a",
         ),
         (
             ["--gpu-arch", SM, "--dtype", "fp8_e4m3", "--kernels", "sparse_*"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from attention_cases import BAD_IDS, Guarded, ints, seeded, strewn
+from attention_cases import BAD_IDS, BLOCK_KINDS, Guarded, block_list, ints, seeded, strewn
 from torch import Tensor
 
 from qsa_cute.reference import paged as reference
@@ -54,6 +54,12 @@ class Paged:
 def _list(kind: str, length: int, width: int, generator: torch.Generator) -> Tensor:
     """int32 [width + 1] on the CPU of a row that may see `length` tokens; what is stale would be valid."""
     ids = torch.randint(max(1, length), (width + 1,), generator=generator, dtype=torch.int32)
+    if kind in BLOCK_KINDS or kind == "cut":
+        blocks = block_list("blocks" if kind == "cut" else kind, length, width, generator)
+        count = int((blocks >= 0).nonzero().max()) + 1 if (blocks >= 0).any() else 0
+        ids[:count] = blocks[:count]
+        ids[width] = count - min(count, 5) if kind == "cut" else count  # where blocks are cut, their rest is stale
+        return ids
     tokens = torch.randperm(length, generator=generator).int()[:width]
     count = len(tokens)
     if kind == "none":

@@ -16,12 +16,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this folder is there already
 import test_union_paged as union
-from paged_cases import CACHE_DTYPES, Paged, paged
+from attention_cases import BLOCK_KINDS
+from paged_cases import CACHE_DTYPES, KINDS, Paged, paged
 from test_paged_attention import call, check, run
 
 from bench.device import require
 
-PATHS = (("cluster", 1), ("cluster", 3), ("cluster", 16), ("rows", 1), ("rows", 3), ("rows", 32))
+PATHS = (("tma", 1), ("tma", 3), ("tma", 16), ("rows", 1), ("rows", 3), ("rows", 32))
 
 
 def fresh(case: Paged) -> Paged:
@@ -40,7 +41,8 @@ def fresh(case: Paged) -> Paged:
 def main() -> None:
     for cache_dtype in CACHE_DTYPES:
         for head_dim in (256, 128):
-            case = paged(cache_dtype, head_dim, lengths=(300, 5, 0), rows=8, width=200, page_size=48)
+            kinds = (*KINDS, *BLOCK_KINDS, "cut")
+            case = paged(cache_dtype, head_dim, lengths=(300, 5, 0), rows=15, width=200, page_size=48, kinds=kinds)
             want = case.reference()
             checked = fresh(case)
             checked.reference = lambda want=want: want  # the reference would read what was never written

@@ -6,23 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import GROUPS, Guarded
+from attention_cases import BLOCK_KINDS, GROUPS, Guarded
 from paged_cases import CACHE_DTYPES, Paged, moved_far, paged
 from peer import needs_vllm, vllm
 
-from qsa_cute.errors import CaptureError
+from qsa_cute.errors import ArgumentError, CaptureError
 from qsa_cute.hosts import vllm_attention as host
 from qsa_cute.runners.paged_attention import PagedAttentionRunner
 from qsa_cute.runtime import Loader
 
 ATOL = 2e-2
 SPLITS = [
-    *(("cluster", n) for n in (1, 2, 3, 7, 11, 16)),
+    *(("tma", n) for n in range(1, 17)),
     *(("rows", n) for n in (1, 2, 8, 32)),
 ]
+LISTS = (*BLOCK_KINDS, "cut")
 
 each_type = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-each_path = pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 5), ("rows", 3), ("rows", 1)])
+each_path = pytest.mark.parametrize(("algorithm", "splits"), [("tma", 1), ("tma", 5), ("rows", 3), ("rows", 1)])
 
 
 def check(case: Paged, out: Guarded) -> None:
@@ -47,7 +48,7 @@ def run(case: Paged, algorithm: str | None, splits: int = 0, **changes: object) 
 @each_type
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("head_dim", [256, 128])
-@pytest.mark.parametrize(("algorithm", "splits"), [("cluster", 3), ("rows", 1)])
+@pytest.mark.parametrize(("algorithm", "splits"), [("tma", 3), ("tma", 1), ("rows", 1)])
 def test_matches_the_reference(cache_dtype, head_dim, group, algorithm, splits) -> None:
     case = paged(cache_dtype, head_dim, group)
     check(case, run(case, algorithm, splits))
@@ -60,6 +61,62 @@ def test_any_number_of_splits(cache_dtype, algorithm, splits) -> None:
     check(case, run(case, algorithm, splits))
 
 
+@each_type
+@each_path
+@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize("head_dim", [256, 128])
+def test_lists_of_blocks(cache_dtype, head_dim, kind, algorithm, splits) -> None:
+    """Whole blocks and what is nearly one, at each place in a page, with pages missing; what is stale would make whole
+    blocks of those that the count cuts."""
+    lengths = (0, 1, 3, 4, 5, 7, 130, 2048, 2051, 5000)
+    case = paged(cache_dtype, head_dim, lengths=lengths, rows=20, page_size=48, kinds=(kind, "blocks"))
+    check(case, run(case, algorithm, splits))
+
+
+@each_type
+@pytest.mark.parametrize("splits", [1, 2, 3, 9, 16])
+@pytest.mark.parametrize("kind", LISTS)
+def test_boxes_with_any_number_of_splits(cache_dtype, kind, splits) -> None:
+    """Lists that end anywhere in a stage and in a step: what lies past the end is not even zeros."""
+    lengths = tuple(range(1900, 1900 + 37 * 9, 37))
+    case = paged(cache_dtype, lengths=lengths, rows=len(lengths), page_size=1568, kinds=(kind,))
+    first = run(case, "tma", splits)
+    check(case, first)
+    assert torch.equal(run(case, "tma", splits).tensor, first.tensor)
+
+
+@each_type
+@pytest.mark.parametrize("rows", [6, 12, 13])
+def test_whose_request_a_row_is(cache_dtype, rows) -> None:
+    """In order, as many rows of each, which is what the kernel reckons with; and in any other order."""
+    case = paged(cache_dtype, rows=rows, kinds=("blocks",))
+    for one in (case, by_request(case)):
+        check(one, run(one, "tma", 3))
+
+
+@each_type
+@pytest.mark.parametrize("width", [1023, 1024, 1025])
+def test_block_tables_in_and_out_of_shared_memory(cache_dtype, width) -> None:
+    case = paged(cache_dtype, lengths=(3000, 700), rows=5, kinds=("mixed", "blocks"))
+    wide = torch.full((2, width), 2**31 - 1, dtype=torch.int32, device="cuda")
+    wide[:, : case.block_table.shape[1]] = case.block_table
+    check(replace(case, block_table=wide), run(replace(case, block_table=wide), "tma", 3))
+
+
+@each_type
+def test_a_cache_without_tensor_maps(cache_dtype) -> None:
+    """Both KV heads at one place: not by boxes, but by what takes it; through a workspace where that is given."""
+    case = paged(cache_dtype)
+    k, v = (cache.float().nan_to_num(nan=0.0).to(cache.dtype) for cache in (case.k_cache, case.v_cache))
+    case = replace(case, k_cache=k[:, :, :1].expand(*k.shape), v_cache=v[:, :, :1].expand(*v.shape))
+    check(case, run(case, None))
+    assert torch.equal(run(case, None).tensor, run(case, "rows", 1).tensor)
+    params = case.params(torch.empty_like(case.q))
+    assert PagedAttentionRunner.workspace_wanted(params) == PagedAttentionRunner.workspace_size(12, 2, 256)
+    with pytest.raises(ArgumentError, match="Algorithm 'tma' takes what lies apart"):
+        run(case, "tma")
+
+
 @each_path
 @pytest.mark.parametrize("page_size", [16, 48, 400, 784, 800, 1568, 1600, 3200, 7808])
 def test_any_page_size(page_size, algorithm, splits) -> None:
@@ -70,7 +127,7 @@ def test_any_page_size(page_size, algorithm, splits) -> None:
 
 @each_type
 @pytest.mark.parametrize(("heads", "kv_heads"), [(24, 2), (12, 1), (6, 1), (3, 1)])
-@pytest.mark.parametrize("rows", [1, 4, 33, 70])
+@pytest.mark.parametrize("rows", [1, 4, 16, 33, 70, 140])
 def test_what_the_runner_picks(cache_dtype, heads, kv_heads, rows) -> None:
     case = paged(cache_dtype, group=heads // kv_heads, kv_heads=kv_heads, rows=rows)
     check(case, run(case, None))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from qsa_cute.errors import ArgumentError
 from qsa_cute.hosts import vllm_attention as host
-from qsa_cute.kernels.attention import paged_attention, paged_attention_cluster
+from qsa_cute.kernels.attention import paged_attention, paged_attention_tma
 from qsa_cute.reference.paged import sparse_paged_attention
 from qsa_cute.runners import paged_attention as runner
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
@@ -75,11 +75,67 @@ def tensors(**changes) -> dict:
     } | changes
 
 
-@pytest.mark.parametrize("kernel", [paged_attention, paged_attention_cluster])
+class MapLoader:
+    """Remembers what it was asked to encode, and numbers the words."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple] = []
+
+    def encode_map(self, *asked) -> tuple[int, ...]:
+        self.asked.append(asked)
+        return tuple(range(16 * len(self.asked), 16 * len(self.asked) + 16))
+
+
+@pytest.mark.parametrize("kernel", [paged_attention, paged_attention_tma])
 def test_there_is_a_packable_value_for_every_kernel_parameter(kernel) -> None:
     codes = {"ptr": "<Q", "i64": "<q", "i32": "<i", "f32": "<f"}
-    for param in kernel.PARAMS:
-        struct.pack(codes[param.kind], getattr(params(), param.name))
+    given = params().with_maps(MapLoader())
+    for name, kind in (word for param in kernel.PARAMS for word in param.words()):
+        struct.pack(codes[kind], getattr(given, name))
+
+
+class TestTensorMaps:
+    def test_of_the_interleaved_cache(self) -> None:
+        loader, given = MapLoader(), params()
+        found = given.with_maps(loader)
+        sizes, strides = (64, 784, 4, 2, 10), (1024, 128, 784 * 1024, 784 * 2048)
+        asked = [(-1, "bf16", address, sizes, strides, (64, 4, 4, 1, 1)) for address in (given.k_ptr, given.v_ptr)]
+        assert loader.asked == asked
+        assert [getattr(found, f"{name}_{i}") for name in ("k_map", "v_map") for i in range(16)] == [*range(16, 48)]
+        assert (found.packed, found.rows, found.grid, found.block_bits) == (None, 4, given.grid, 8)
+        assert given.with_maps(loader) is found
+        assert given.moved(0, o_ptr=257 * MiB).with_maps(loader) is not found
+        assert len(loader.asked) == 2
+
+    def test_of_bytes(self) -> None:
+        loader = MapLoader()
+        params(cache_dtype="fp8_e4m3").with_maps(loader)
+        sizes, strides, box = (128, 784, 2, 2, 10), (512, 128, 784 * 512, 784 * 1024), (128, 4, 2, 1, 1)
+        assert [one[1:2] + one[3:] for one in loader.asked] == 2 * [("fp8_e4m3", sizes, strides, box)]
+
+    @pytest.mark.parametrize(
+        "cache",
+        [
+            {"k_stride_head": 0},
+            {"v_stride_token": 0},
+            {"v_stride_page": 0},
+            {"num_pages": 2, "k_stride_page": 1 << 39, "v_ptr": 1 << 50, "o_ptr": 1 << 51},
+            {"num_pages": 1 << 14, "page_size": 1 << 20, "v_ptr": 1 << 50, "o_ptr": 1 << 51},  # one over another
+        ],
+    )
+    def test_a_cache_that_has_none(self, cache) -> None:
+        found = params(**cache)
+        assert found.map_strides is None
+        assert found.with_maps(MapLoader()) is None
+        with pytest.raises(ArgumentError, match="Algorithm 'tma' takes what lies apart, by less than"):
+            params(algorithm="tma", **cache)
+
+    def test_one_head_has_no_stride(self) -> None:
+        assert params(num_q_heads=12, num_kv_heads=1, k_stride_head=0, v_stride_head=0).map_strides is not None
+
+    @pytest.mark.parametrize(("rows", "each"), [(1, 1), (3, 1), (6, 2), (8, 2)])
+    def test_rows_of_a_request(self, rows, each) -> None:
+        assert params(rows=rows).rows_per_request == each
 
 
 class TestDivisor:
@@ -186,9 +242,9 @@ class TestDerived:
         ({"cache_dtype": "fp8_e4m3", "v_stride_head": 8}, "v_stride_head is 8; it takes a multiple of 16 elements"),
         ({"q_stride_head": 252}, "q_stride_head is 252"),
         ({"table_stride": -1}, "table_stride is -1"),
-        ({"algorithm": "union"}, "algorithm is 'union'; it takes 'cluster'"),
+        ({"algorithm": "union"}, "algorithm is 'union'; it takes 'tma'"),
         ({"num_splits": 2}, "num_splits is 2 without an algorithm"),
-        ({"algorithm": "cluster", "num_splits": 17}, "num_splits is 17; it takes an integer from 0 to 16"),
+        ({"algorithm": "tma", "num_splits": 17}, "num_splits is 17; it takes an integer from 0 to 16"),
         ({"algorithm": "rows", "num_splits": 33}, "num_splits is 33; it takes an integer from 0 to 32"),
         ({"algorithm": "rows", "num_splits": 2}, "partial_o is null"),
         ({"o_ptr": 64 * MiB}, "o at .* overlaps q at"),
@@ -300,7 +356,7 @@ class TestChoice:
             assert algorithm == "rows" or capability == (9, 0)
             assert algorithm != "rows" or found.num_splits == 1
 
-    def test_a_workspace_is_wanted_for_few_rows_without_clusters(self, monkeypatch) -> None:
+    def test_a_workspace_is_wanted_for_few_rows_that_cannot_be_boxes(self, monkeypatch) -> None:
         for capability, rows, wants in (((9, 0), 1, False), ((8, 0), 1, True), ((8, 0), 66, False), ((12, 0), 4, True)):
             monkeypatch.setattr(runner.dispatch, "capability", lambda *_, found=capability: found)
             monkeypatch.setattr(runner, "default_loader", lambda: None)
@@ -309,10 +365,10 @@ class TestChoice:
             if found:
                 assert found == PagedAttentionRunner.workspace_size(rows, 2, 256)
 
-    def test_a_cluster_needs_sm90(self, monkeypatch) -> None:
+    def test_boxes_need_sm90(self, monkeypatch) -> None:
         monkeypatch.setattr(runner.dispatch, "capability", lambda *_: (10, 0))
-        with pytest.raises(runner.UnsupportedError, match="'cluster' is built for sm_90a only"):
-            runner._pick(None, params(algorithm="cluster"))
+        with pytest.raises(runner.UnsupportedError, match="'tma' is built for sm_90a only"):
+            runner._pick(None, params(algorithm="tma"))
 
 
 class TestHost:
@@ -420,7 +476,7 @@ def test_a_subclass_of_torchs_tensor_runs_on_torchs_stream(monkeypatch) -> None:
 
 
 def test_preflight_needs_no_more_than_a_run(monkeypatch) -> None:
-    """A store may have the kernels of "rows" and "cluster" alone: `run` then does without "shared"."""
+    """A store may have the kernels of "rows" and "tma" alone: `run` then does without "shared"."""
     loaded = []
     driver = SimpleNamespace(current_context=lambda: 1, current_device=lambda: 0, capability=lambda _: (9, 0))
     loader = SimpleNamespace(
@@ -431,7 +487,7 @@ def test_preflight_needs_no_more_than_a_run(monkeypatch) -> None:
     monkeypatch.setattr(runner, "default_loader", lambda: loader)
     monkeypatch.setattr(runner.dispatch, "_capabilities", {})
     PagedAttentionRunner.preflight("bf16", device=0, head_dim=256)
-    assert loaded == ["paged_attention_cluster", "paged_attention"]
+    assert loaded == ["paged_attention_tma", "paged_attention"]
     loader.missing_reason = lambda *_: None
     PagedAttentionRunner.preflight("bf16", device=0, head_dim=256)
     assert len(loaded) == 7

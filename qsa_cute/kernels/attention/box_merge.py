@@ -12,8 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention.box_gather import GATHER_WARPS, BoxGather
-from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput, Share
+from qsa_cute.kernels.attention.box_gather import BoxGather
+from qsa_cute.kernels.attention.box_products import GATHER_WARPS, BoxShare
+from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput
 from qsa_cute.kernels.common import ops, tma
 
 MAX_CLUSTER = 16  # the largest (non-portable) cluster of SM90
@@ -40,11 +41,11 @@ class BoxMerge(BoxGather):
         self.lay_out()
 
     @cute.jit
-    def begin(self, smem: Int32, share: Share, tid: Int32):
+    def begin(self, smem: Int32, share: BoxShare, tid: Int32):
         """Set up the mbarriers; let the next kernel start, wait for the last one."""
         if tid == 0:
             self.set_up_ring(smem)
-            owned = (self.groups - share.split + share.num_splits - 1) // share.num_splits
+            owned = share.divide(self.groups - share.split + share.num_splits - 1)
             for part, row_bytes in (("inbox_full", owned * 32), ("peers_full", Int32(8))):
                 barrier = ops.shared_barrier(smem + self.at[part])
                 cute.arch.mbarrier_init(barrier, 1)
@@ -55,21 +56,42 @@ class BoxMerge(BoxGather):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
-    @cute.jit
-    def address_columns(self, smem: Int32, share: Share, slots: Int32, tTo: cute.Tensor, tid: Int32):
-        """Where in the cluster this thread's part of each of its warp's groups of columns goes, and its mbarrier."""
-        lane = tid & 31
-        row = (lane >> 2) + 8 * (lane & 1)
-        inbox = smem + self.at["inbox"] + share.split * slots * GROUP_BYTES + row * 32 + (lane >> 1 & 1) * 16
-        for n in cutlass.range_constexpr(self.warp_groups):
-            group = (tid >> 5) * self.warp_groups + n
-            slot = group // share.num_splits
-            rank = group - slot * share.num_splits
-            tTo[2 * n] = ops.map_cluster(inbox + slot * GROUP_BYTES, rank)
-            tTo[2 * n + 1] = ops.map_cluster(smem + self.at["inbox_full"], rank)
+    def lane_rows(self, lane: Int32) -> list:
+        """The rows of which `lane_quads` gives this lane four columns each."""
+        return [(lane >> 2) + 8 * (lane & 1)]
+
+    def lane_places(self, tid: Int32) -> list:
+        """Of each such row: where its quads stand, as a group of 8 columns and a half of it."""
+        return [[((tid >> 5) * self.warp_groups + n, tid >> 1 & 1) for n in range(self.warp_groups)]]
 
     @cute.jit
-    def share_sums(self, smem: Int32, share: Share, gatherer: Int32, lane: Int32):
+    def lane_quads(self, tO: cute.Tensor, lane: Int32):
+        """Of each such row: four neighbouring columns of O at a time. Neighbouring lanes trade halves: the even one
+        gets four columns of row r, the odd one of row r + 8."""
+        odd = (lane & 1) == 1
+        quads = []
+        for n in cutlass.range_constexpr(self.warp_groups):
+            o = [tO[4 * n + i] for i in range(4)]
+            got = [cute.arch.shuffle_sync_bfly(o[i] if odd else o[2 + i], offset=1) for i in range(2)]
+            quads.append([got[i] if odd else o[i] for i in range(2)] + [o[2 + i] if odd else got[i] for i in range(2)])
+        return [quads]
+
+    @cute.jit
+    def address_columns(self, smem: Int32, share: BoxShare, slots: Int32, tTo: cute.Tensor, tid: Int32):
+        """Where in the cluster each of this lane's quads goes, and its mbarrier."""
+        rows, places = self.lane_rows(tid & 31), self.lane_places(tid)
+        inbox = smem + self.at["inbox"] + share.split * slots * GROUP_BYTES
+        for r in cutlass.range_constexpr(len(rows)):
+            for n in cutlass.range_constexpr(len(places[r])):
+                group, half = places[r][n]
+                slot = share.divide(group)
+                rank = group - slot * share.num_splits
+                i = 2 * (r * len(places[r]) + n)
+                tTo[i] = ops.map_cluster(inbox + rows[r] * 32 + half * 16 + slot * GROUP_BYTES, rank)
+                tTo[i + 1] = ops.map_cluster(smem + self.at["inbox_full"], rank)
+
+    @cute.jit
+    def share_sums(self, smem: Int32, share: BoxShare, gatherer: Int32, lane: Int32):
         """Tell every rank this block's maxima and sums, beside its last products: a half of a warp a rank."""
         cute.arch.barrier(barrier_id=3, number_of_threads=self.threads)
         row = lane & (ROWS - 1)
@@ -83,7 +105,7 @@ class BoxMerge(BoxGather):
                 ops.store_cluster_async_x2(to, top, total, barrier)
 
     @cute.jit
-    def weigh(self, smem: Int32, lse: Int64, share: Share, lane: Int32):
+    def weigh(self, smem: Int32, lse: Int64, share: BoxShare, lane: Int32):
         """weights[rank][row]: what a rank's O is multiplied by. By one warp, beside the last products: two lanes a row,
         eight ranks each."""
         tma.wait(smem + self.at["peers_full"], Int32(0))
@@ -116,23 +138,17 @@ class BoxMerge(BoxGather):
             self.store_lse(lse + Int64(row) * 4, top, total)
 
     @cute.jit
-    def send_columns(self, smem: Int32, share: Share, tO: cute.Tensor, tTo: cute.Tensor, tid: Int32):
+    def send_columns(self, smem: Int32, share: BoxShare, tO: cute.Tensor, tTo: cute.Tensor, tid: Int32):
         """Every rank its groups of this block's O."""
-        lane = tid & 31
-        # Neighbouring lanes trade halves: the even one sends four columns of row r, the odd one of row r + 8.
-        odd = (lane & 1) == 1
-        row = (lane >> 2) + 8 * (lane & 1)
-        quads = []
-        for n in cutlass.range_constexpr(self.warp_groups):
-            o = [tO[4 * n + i] for i in range(4)]
-            got = [cute.arch.shuffle_sync_bfly(o[i] if odd else o[2 + i], offset=1) for i in range(2)]
-            quads.append([got[i] if odd else o[i] for i in range(2)] + [o[2 + i] if odd else got[i] for i in range(2)])
-        if row < share.group:
-            for n in cutlass.range_constexpr(self.warp_groups):
-                ops.store_cluster_async_x4(tTo[2 * n], quads[n], tTo[2 * n + 1])
+        rows, quads = self.lane_rows(tid & 31), self.lane_quads(tO, tid & 31)
+        for r in cutlass.range_constexpr(len(rows)):
+            if rows[r] < share.group:
+                for n in cutlass.range_constexpr(len(quads[r])):
+                    i = 2 * (r * len(quads[r]) + n)
+                    ops.store_cluster_async_x4(tTo[i], quads[r][n], tTo[i + 1])
 
     @cute.jit
-    def sum_columns(self, smem: Int32, out: RowOutput, share: Share, slots: Int32, tid: Int32):
+    def sum_columns(self, smem: Int32, out: RowOutput, share: BoxShare, slots: Int32, tid: Int32):
         """Four columns of a row: the weighted sum over the ranks, four ranks a lane; store. What does not depend on the
         other ranks comes before the wait for them."""
         ranks = share.num_splits

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from qsa_cute.kernels.attention.fp8_rows import Fp8RowGather
-from qsa_cute.kernels.attention.row_gather import RowOutput, Share, TokenSource
+from qsa_cute.kernels.attention.row_gather import RowGather, RowOutput, Share, TokenSource
 from qsa_cute.kernels.common import ops
 from qsa_cute.kernels.common.rope_norm import unpack_2
 
@@ -56,11 +56,17 @@ class PagedTokens(TokenSource):
     strides: PageStrides
 
     @cute.jit
-    def look_up(self, token: Int32):
+    def page_of(self, token: Int32):
+        """Where in the table a token's page stands, and whether it does."""
         at = ops.shift_right_u32(ops.mul_hi_u32(token, self.divisor.magic), self.divisor.shift)
         mapped = Int32(0)
         if token >= 0 and at < self.table_width:
             mapped = Int32(1)
+        return at, mapped
+
+    @cute.jit
+    def look_up(self, token: Int32):
+        at, mapped = self.page_of(token)
         page = ops.load_global_i32_if(mapped, self.table + Int64(at) * 4, Int32(-1))
         return page, at
 
@@ -100,43 +106,7 @@ class PagedOutput(RowOutput):
     scale: Float32  # of V
 
 
-class PagedRows(Fp8RowGather):
-    # ---- the list ------------------------------------------------------------------------------------
-
-    @cute.jit
-    def place(self, chunk: Int32, share: Share, tid: Int32) -> Int32:
-        """Where in the list this thread's entry of a chunk stands."""
-        tile = (chunk * self.chunk_tiles + tid // self.tile) * share.num_splits + share.split
-        return tile * self.tile + tid % self.tile
-
-    @cute.jit
-    def open_list(self, address: Int64, width: Int32, share: Share, tid: Int32) -> CountedList:
-        """Start reading the list; before its count is known, so that neither waits for the other."""
-        at, next_at = self.place(Int32(0), share, tid), self.place(Int32(1), share, tid)
-        first = ops.load_global_i32_if(Int32(at < width), address + Int64(at) * 4, Int32(-1))
-        second = ops.load_global_i32_if(Int32(next_at < width), address + Int64(next_at) * 4, Int32(-1))
-        return CountedList(address, width, first, second)
-
-    @cute.jit
-    def first_entries(self, ids: CountedList, top_k: Int32, share: Share, tid: Int32):
-        first = ids.first if self.place(Int32(0), share, tid) < top_k else Int32(-1)
-        second = ids.second if self.place(Int32(1), share, tid) < top_k else Int32(-1)
-        return first, second
-
-    @cute.jit
-    def entry(self, ids: CountedList, top_k: Int32, chunk: Int32, share: Share, tid: Int32) -> Int32:
-        at = self.place(chunk, share, tid)
-        return ops.load_global_i32_if(Int32(at < top_k), ids.address + Int64(at) * 4, Int32(-1))
-
-    @cute.jit
-    def count_tiles(self, ids: CountedList, top_k: Int32, first: Int32, share: Share, tid: Int32) -> Int32:
-        tiles = (top_k + (self.tile - 1)) // self.tile
-        if share.num_splits > 1:
-            tiles = (tiles + (share.num_splits - 1 - share.split)) // share.num_splits
-        return tiles
-
-    # ---- output --------------------------------------------------------------------------------------
-
+class GatedOutput(RowGather):
     @cute.jit
     def stage_gate(self, smem: Int32, gate: Int64, gate_head: Int64, share: Share, tid: Int32) -> Int64:
         """Have the row's gates at hand when they are wanted; what `PagedOutput.gate` is to be."""
@@ -203,3 +173,37 @@ class PagedRows(Fp8RowGather):
             gate = self.load_gate_quad(out, row, col)
             low, high = self.gated(low, gate[0]), self.gated(high, gate[1])
         ops.store_global_i32x2(out.o + Int64(row) * out.o_head + Int64(col) * 2, low, high)
+
+
+class PagedRows(GatedOutput, Fp8RowGather):
+    @cute.jit
+    def place(self, chunk: Int32, share: Share, tid: Int32) -> Int32:
+        """Where in the list this thread's entry of a chunk stands."""
+        tile = (chunk * self.chunk_tiles + tid // self.tile) * share.num_splits + share.split
+        return tile * self.tile + tid % self.tile
+
+    @cute.jit
+    def open_list(self, address: Int64, width: Int32, share: Share, tid: Int32) -> CountedList:
+        """Start reading the list; before its count is known, so that neither waits for the other."""
+        at, next_at = self.place(Int32(0), share, tid), self.place(Int32(1), share, tid)
+        first = ops.load_global_i32_if(Int32(at < width), address + Int64(at) * 4, Int32(-1))
+        second = ops.load_global_i32_if(Int32(next_at < width), address + Int64(next_at) * 4, Int32(-1))
+        return CountedList(address, width, first, second)
+
+    @cute.jit
+    def first_entries(self, ids: CountedList, top_k: Int32, share: Share, tid: Int32):
+        first = ids.first if self.place(Int32(0), share, tid) < top_k else Int32(-1)
+        second = ids.second if self.place(Int32(1), share, tid) < top_k else Int32(-1)
+        return first, second
+
+    @cute.jit
+    def entry(self, ids: CountedList, top_k: Int32, chunk: Int32, share: Share, tid: Int32) -> Int32:
+        at = self.place(chunk, share, tid)
+        return ops.load_global_i32_if(Int32(at < top_k), ids.address + Int64(at) * 4, Int32(-1))
+
+    @cute.jit
+    def count_tiles(self, ids: CountedList, top_k: Int32, first: Int32, share: Share, tid: Int32) -> Int32:
+        tiles = (top_k + (self.tile - 1)) // self.tile
+        if share.num_splits > 1:
+            tiles = (tiles + (share.num_splits - 1 - share.split)) // share.num_splits
+        return tiles

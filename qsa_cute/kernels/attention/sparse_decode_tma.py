@@ -19,9 +19,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.attention.box_gather import TABLE_PAGES, WARPS, StagedTokens
-from qsa_cute.kernels.attention.box_merge import BoxMerge
-from qsa_cute.kernels.attention.row_gather import RowOutput, Share
+from qsa_cute.kernels.attention.box_padded import PaddedBoxes, StagedTokens
+from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS, BoxShare
+from qsa_cute.kernels.attention.row_gather import RowOutput
 from qsa_cute.kernels.common import ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr, tensor_map
 
@@ -56,7 +56,7 @@ PARAMS = (
 )
 
 
-class SparseDecodeTma(BoxMerge):
+class SparseDecodeTma(PaddedBoxes):
     @cute.jit
     def __call__(
         self,
@@ -165,7 +165,7 @@ class SparseDecodeTma(BoxMerge):
         if query_len > 1:  # the division is worth a branch: everything waits for it
             sequence = row // query_len
         smem = ops.forget(Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024).toint()))
-        share = Share(split, num_splits, group_size)
+        share = BoxShare.of(split, num_splits, group_size)
         pool = tma.parameter_address(kv_map[0])
         if warp == WARPS:  # the first that gathers
             tma.prefetch_tensor_map(pool)
@@ -192,8 +192,10 @@ class SparseDecodeTma(BoxMerge):
                 num_flat_pages,
                 max_pages_per_seq,
                 smem + self.at["table"] if max_pages_per_seq <= TABLE_PAGES else Int32(0),
+                pool,
+                kv_head,
             )
-            self.produce(smem, source, pool, kv_head, ids, top_k, share, first, gatherer)
+            self.produce(smem, source, ids, top_k, Int32(0), share, first, gatherer)
             lse = lse_ptr.toint()
             if lse != 0:
                 lse = lse + Int64(unit) * group_size * 4
@@ -211,7 +213,7 @@ class SparseDecodeTma(BoxMerge):
             tMax = cute.make_rmem_tensor((2,), Float32)
             tSum = cute.make_rmem_tensor((2,), Float32)
             tTo = cute.make_rmem_tensor((2 * self.warp_groups,), Int32)
-            slots = (self.groups + num_splits - 1) // num_splits  # of a rank in the inbox
+            slots = share.divide(self.groups + num_splits - 1)  # of a rank in the inbox
             self.address_columns(smem, share, slots, tTo, tid)
             if num_splits > 1:
                 cute.arch.cluster_wait()  # while the first boxes are on their way

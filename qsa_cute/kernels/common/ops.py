@@ -115,6 +115,15 @@ def load_global_f32(addr: Int64) -> Float32:
     return cute.arch.inline_ptx("ld.global.cg.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
 
 
+def load_global_f32_if(wanted: Int32, addr: Int64, other: Float32) -> Float32:
+    """As `load_global_i32_if`."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; mov.f32 {$w0}, {$r2}; @p ld.global.f32 {$w0}, [{$r1}]; }",
+        write_only_types=[Float32],
+        read_only_args=[wanted, addr, other],
+    )
+
+
 def load_global_f32x4(addr: Int64) -> tuple:
     """Coherent: reads what other blocks of this launch wrote."""
     return cute.arch.inline_ptx(
