@@ -74,11 +74,16 @@ class ExpandCounted:
         out_stride_row: Int64,
         blocks_stride_row: Int64,
     ):
-        early.begin()
         row, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
-        length = ops.load_global_i32(query_positions.toint() + Int64(row) * positions_step * 4) + 1
-        chosen = ops.load_global_i32(visible_blocks.toint() + Int64(row) * 4)
+        position = query_positions.toint() + Int64(row) * positions_step * 4
+        visible = visible_blocks.toint() + Int64(row) * 4
+        if tid == 0:
+            early.prefetch(position)
+            early.prefetch(visible)
+        early.begin()
+        length = ops.load_global_i32(position) + 1
+        chosen = ops.load_global_i32(visible)
         chosen = cutlass.min(chosen, top_blocks)
         open_start = self.whole_blocks(length)
         tail = length - open_start

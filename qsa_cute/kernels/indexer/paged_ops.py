@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from qsa_cute.kernels.common import ops
+from qsa_cute.kernels.common import early, ops
 
 
 @cute.jit
@@ -60,6 +60,18 @@ class PagedKeys:
         """Start reading a column's page: (page, token in it), page -1 for a column outside the table."""
         slot = column // self.page_size
         return self.read_table(slot, column), column - slot * self.page_size
+
+    @cute.jit
+    def prefetch(self, column: Int32, size: cutlass.Constexpr[int]):
+        """Before `early.wait`: ask for the `size` bytes of a column's key, as the table has it now."""
+        if cutlass.const_expr(early.SUPPORTED):
+            slot = column // self.page_size
+            page = early.peek(Int32(column < self.num_columns), self.table + Int64(slot) * 4, Int32(-1))
+            if page >= 0 and page < self.num_pages:
+                token = column - slot * self.page_size
+                key = self.base + Int64(page) * self.page_bytes + Int64(token) * self.token_bytes
+                for line in cutlass.range_constexpr(0, size, early.LINE):
+                    early.prefetch(key + line)
 
     @cute.jit
     def read_table(self, slot: Int32, column: Int32) -> Int32:

@@ -126,7 +126,7 @@ class PagedScoresDecode:
         page_table_stride: Int64,
         logits_stride_row: Int64,
     ):
-        early.begin()
+        early.let_next_start()
         share, request, _ = cute.arch.block_idx()
         shares, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -144,6 +144,8 @@ class PagedScoresDecode:
             page_size,
             num_columns,
         )
+        keys.prefetch(first * STEP + lane, self.row_bytes)
+        early.wait()
         # Columns of a lane are `step * STEP` apart, which is `skip` pages and `rest` tokens: one division for all.
         skip = step * STEP // page_size
         rest = step * STEP - skip * page_size

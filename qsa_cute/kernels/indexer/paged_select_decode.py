@@ -172,23 +172,28 @@ class PagedSelectDecode(PagedScoresDecode):
             cute.arch.mbarrier_init(barrier, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()  # a peer's barrier may be reached for once it is set up
-        early.begin()
+        early.let_next_start()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row0 = Int64(request) * query_len
         visible = visible_blocks.toint() + row0 * 4
+        if tid == 0:
+            early.prefetch(visible)
+        lane = cute.arch.lane_idx()
+        keys = PagedKeys(
+            k_cache_ptr.toint(),
+            page_table.toint() + Int64(request) * page_table_stride * 4,
+            cache_stride_page * self.size,
+            cache_stride_token * self.size,
+            num_pages,
+            page_size,
+            num_columns,
+        )
+        first = warp * ranks + rank
+        if warp < self.warps:
+            keys.prefetch(first * STEP + lane, self.row_bytes)
+        early.wait()
         own = ops.load_global_i32_if(Int32(rank < query_len), visible + Int64(rank) * 4, Int32(0))
         if warp < self.warps:
-            lane = cute.arch.lane_idx()
-            keys = PagedKeys(
-                k_cache_ptr.toint(),
-                page_table.toint() + Int64(request) * page_table_stride * 4,
-                cache_stride_page * self.size,
-                cache_stride_token * self.size,
-                num_pages,
-                page_size,
-                num_columns,
-            )
-            first = warp * ranks + rank
             page, token = keys.fetch(first * STEP + lane)
             tL = cute.make_rmem_tensor((self.groups,), Int32)
             seen = self.read_limits(tL, visible, query_len, num_columns, lane)

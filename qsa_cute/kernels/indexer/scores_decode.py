@@ -118,8 +118,6 @@ class ScoresDecode:
         logits_stride_row: Int64,
     ):
         early.let_next_start()
-        if follows_prepare == 0:
-            early.wait()
         share, sequence, _ = cute.arch.block_idx()
         shares, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -129,14 +127,18 @@ class ScoresDecode:
         first = share * self.warps + warp
         step = shares * self.warps
         table = v_page_table.toint() + Int64(sequence) * page_table_stride * 4
+        keys = pool_ptr.toint() + tail_offset * 2
+        block_bytes = token_stride * (BLOCK_TOKENS * 2)
+        if follows_prepare == 0:
+            if cutlass.const_expr(early.SUPPORTED):
+                self.prefetch(table, first, max_pages_per_seq, keys, page_stride * 2, block_bytes, num_flat_pages, lane)
+            early.wait()
 
         page = self.fetch_page(table, first, max_pages_per_seq)
         length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
         seen = cutlass.min(length // BLOCK_TOKENS, max_blocks)
         pages = (seen + STEP - 1) // STEP
         old = cutlass.min((length - query_len) // BLOCK_TOKENS, max_blocks)  # blocks that this step does not write
-        keys = pool_ptr.toint() + tail_offset * 2
-        block_bytes = token_stride * (BLOCK_TOKENS * 2)
         out = logits_ptr.toint() + Int64(sequence) * query_len * logits_stride_row * 4
         early_gather = Int32(follows_prepare != 0 and (first + (self.stages - 2) * step + 1) * STEP <= old)
         if early_gather == 0:
@@ -190,6 +192,25 @@ class ScoresDecode:
             slot = slot + 1 if slot + 1 < self.stages else Int32(0)
             ahead = ahead + 1 if ahead + 1 < self.stages else Int32(0)
         cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def prefetch(
+        self,
+        table: Int64,
+        slot: Int32,
+        max_pages: Int32,
+        keys: Int64,
+        page_bytes: Int64,
+        block_bytes: Int64,
+        num_pages: Int32,
+        lane: Int32,
+    ):
+        """Before `early.wait`: ask for the keys of a page, a block a lane, as the table has it now."""
+        page = early.peek(Int32(slot < max_pages), table + Int64(slot) * 4, Int32(-1))
+        if page >= 0 and page < num_pages:
+            key = keys + Int64(page) * page_bytes + Int64(lane) * block_bytes
+            for line in cutlass.range_constexpr(0, ROW_BYTES, early.LINE):
+                early.prefetch(key + line)
 
     @cute.jit
     def fetch_page(self, table: Int64, slot: Int32, max_pages: Int32) -> Int32:
