@@ -93,9 +93,10 @@ class BoxGather(BoxProducts):
         else:
             left, least = (groups + (STAGE_GROUPS - 1)) >> 3, Int32(0)
             take = self.step_stages(left, least)
-        while left > 0:
+        more = Int32(1)
+        while more > 0:  # once even of nothing: others wait for who waits for the tables
             entries = (e0, e1, e2, e3)
-            k, v, torn, live, empty = self.resolve(source, entries, lane)
+            k, v, torn, live, empty = self.resolve(source, entries, stage, lane)
             mixed = mixed | torn
             boxes, place, begin, end = live, k, Int32(0), take
             # K, what of K a survey adds, V
@@ -117,29 +118,31 @@ class BoxGather(BoxProducts):
                 for i in cutlass.range(begin, end, unroll=1):
                     if round_ > 0:  # a wait costs a hundred clocks even where there is nothing to wait for
                         tma.wait(smem + self.at["empty"] + slot * 8, (round_ + 1) & 1)
-                    if mixed != 0:
-                        tma.fence_async_proxy()
+                        if mixed != 0:
+                            tma.fence_async_proxy()
                     self.fill(smem, source, of_v, entries, place, torn, live, boxes, 2 * i, slot, warp, lane)
                     slot = slot + 1
                     if slot == self.ring:
                         slot, round_ = Int32(0), round_ + 1
             stage, left, least = stage + take, left - take, Int32(0)
-            take = self.step_stages(left, least)
+            more, take = left, self.step_stages(left, least)
 
     @cute.jit
-    def resolve(self, source: BoxSource, entries: tuple, lane: Int32):
+    def resolve(self, source: BoxSource, entries: tuple, stage: Int32, lane: Int32):
         """This lane's group: its first entry's places in K and in V, -1 unless the group is whole and valid. Of the
         warp's groups, a bit each: which come token by token; which are whole and valid. Is this lane's neither?"""
         e0, e1, e2, e3 = entries
         run = (e1 - e0 - 1) | (e2 - e0 - 2) | (e3 - e0 - 3) | (e0 & (BLOCK_TOKENS - 1))
-        k, v = source.places(e0, source.look_up(e0))
         torn = Int32(1)
         if (run == 0 and source.whole(e0, e3)) or (e0 & e1 & e2 & e3) < 0:
             torn = Int32(0)
+        by_token = cute.arch.vote_ballot_sync(torn != 0)
+        if stage == 0:  # here, and not before the loop, so that all that can be done before is
+            self.wait_for_tables()
+        k, v = source.places(e0, source.look_up(e0))
         if torn != 0 or e0 < 0:
             k, v = Int32(-1), Int32(-1)
-        empty = Int32(torn == 0 and k < 0)
-        return k, v, cute.arch.vote_ballot_sync(torn != 0), cute.arch.vote_ballot_sync(k >= 0), empty
+        return k, v, by_token, cute.arch.vote_ballot_sync(k >= 0), Int32(torn == 0 and k < 0)
 
     @cute.jit
     def fill(

@@ -96,7 +96,7 @@ class PagedBoxes(GatedOutput, Fp8Boxes):
         """Start reading this thread's pages of a table, if that fits in shared memory."""
         for j in cutlass.range_constexpr(TABLE_PAGES // self.workers):
             at = tid + j * self.workers
-            wanted = Int32(at < width and width <= TABLE_PAGES)
+            wanted = Int32(at < width and width <= TABLE_PAGES and tid < self.workers)
             pages[j] = ops.load_global_i32_if(wanted, table + Int64(at) * 4, Int32(-1))
 
     @cute.jit

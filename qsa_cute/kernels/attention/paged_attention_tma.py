@@ -226,11 +226,13 @@ class PagedAttentionTma(PagedBoxes):
 
         head = Int64(kv_head * group_size)
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
-        request = ops.load_global_i32(token_to_req.toint() + Int64(row) * 4)
-        count = ops.load_global_i32(ids + Int64(width) * 4)
+        pages = cute.make_rmem_tensor((TABLE_PAGES // self.workers,), Int32)
+        self.read_table(pages, block_table.toint() + Int64(likely) * table_stride * 4, table_width, tid)
+        request_at, count_at = token_to_req.toint() + Int64(row) * 4, ids + Int64(width) * 4
         if warp >= WARPS:
             gatherer, lane = warp - WARPS, cute.arch.lane_idx()
             first = self.entries(ids, width, share, Int32(0), gatherer, lane)
+            request, count = ops.load_global_i32(request_at), ops.load_global_i32(count_at)
             live = request >= 0 and request < num_requests
             top_k = cutlass.min(cutlass.max(count, 0), width) if live else Int32(0)
             source = BoxedTokens(
@@ -248,7 +250,6 @@ class PagedAttentionTma(PagedBoxes):
                 block_bits,
             )
             first = self.counted(first, top_k, share, gatherer, lane)
-            self.wait_for_tables()
             self.produce(smem, source, ids, top_k, self.split_groups(top_k, share), share, first, gatherer)
             if num_splits > 1:
                 cute.arch.cluster_wait()
@@ -256,8 +257,8 @@ class PagedAttentionTma(PagedBoxes):
                 if gatherer == 0:
                     self.weigh(smem, Int64(0), share, lane)
         else:
-            pages = cute.make_rmem_tensor((TABLE_PAGES // self.workers,), Int32)
-            self.read_table(pages, block_table.toint() + Int64(likely) * table_stride * 4, table_width, tid)
+            request, count = ops.load_global_i32(request_at), ops.load_global_i32(count_at)
+            cute.arch.sync_warp()  # so that they come before Q: the tables wait for the request
             scale_log2 = attention_scale * ops.LOG2_E
             k_scale, v_scale = k_scale_ptr.toint(), v_scale_ptr.toint()
             scale_log2 = scale_log2 * ops.load_global_f32_if(Int32(k_scale != 0), k_scale, Float32(1.0))

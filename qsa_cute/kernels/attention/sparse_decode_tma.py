@@ -180,7 +180,6 @@ class SparseDecodeTma(PaddedBoxes):
             gatherer = warp - WARPS
             first = self.entries(ids, top_k, share, Int32(0), gatherer, cute.arch.lane_idx())
             length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
-            self.wait_for_tables()
             source = StagedTokens(
                 in_page,
                 in_page,
