@@ -35,6 +35,7 @@ def wait() -> None:
 
 
 LINE = 128  # bytes that a prefetch brings
+FEW_WARPS = 2048  # that prefetch some KB each: more would take turns with what the kernels before still read
 
 
 def prefetch(address: Int64) -> None:
