@@ -106,10 +106,10 @@ def attention_case(dim: int, algorithm: str) -> Case:
         q, gate, k, v, want = inputs(dtype, dim, given)
         k_scale, v_scale = SCALES[dtype]
         rows, out = len(given.lists), memory.poisoned(2 * len(want))
-        splits, space = 0, {}
+        splits, space = 0 if algorithm == "shared" else 2, {}
         if algorithm == "rows":
             layout = PagedAttentionRunner.workspace_size(rows, KV_HEADS, dim)
-            splits, space = 2, layout.addresses(memory.poisoned(layout.size))
+            space = layout.addresses(memory.poisoned(layout.size))
         params = PagedAttentionParams(
             q_ptr=memory.put(q),
             k_ptr=memory.put(k),
