@@ -12,7 +12,7 @@ from qsa_cute.errors import ArgumentError, UnsupportedError
 from qsa_cute.geometry import MAX_TOP_K
 from qsa_cute.runners import checks
 from qsa_cute.runners.paged_attention import PagedAttentionParams, PagedAttentionRunner
-from qsa_cute.runners.splits import SM_COUNT, TILE, of_cluster
+from qsa_cute.runners.splits import SM_COUNT, STAGE, of_cluster
 from qsa_cute.runners.tensors import current_stream
 from qsa_cute.runners.workspace import Workspace
 
@@ -150,4 +150,4 @@ def warmup_qsa_sparse_paged_attention(
         raise UnsupportedError(f"no sparse paged attention for this model here: {found.reason}")
     PagedAttentionRunner.preflight(kind, device=kv_cache.device.index, head_dim=both // 2)
     shares = {of_cluster(units, width) for units in range(1, SM_COUNT + 1)}
-    return tuple(sorted((TILE, share, WARPS) for share in shares))
+    return tuple(sorted((STAGE, share, WARPS) for share in shares))

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.attention.box_gather import BoxGather
 from qsa_cute.kernels.attention.box_products import GATHER_WARPS, BoxShare
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput
-from qsa_cute.kernels.common import ops, tma
+from qsa_cute.kernels.common import early, ops, tma
 
 MAX_CLUSTER = 16  # the largest (non-portable) cluster of SM90
 GROUP_BYTES = ROWS * 8 * 4  # a group of 8 columns in the inbox
@@ -25,7 +25,7 @@ class BoxMerge(BoxGather):
     """`begin`; then the warps that gather run `share_sums` and `weigh`, those that multiply `address_columns`,
     `send_columns` and `sum_columns`."""
 
-    early_launch = True  # kernels wait, after `begin`, for the kernels before them
+    early_launch = True  # kernels `early.wait` after `begin`
 
     def __init__(self, head_dim: int, dtype: str, stages: int):
         super().__init__(head_dim, dtype, stages)
@@ -53,7 +53,7 @@ class BoxMerge(BoxGather):
             cute.arch.mbarrier_init_fence()
         if share.num_splits > 1:
             cute.arch.cluster_arrive_relaxed()  # says that the mbarriers are set up; awaited before stores to peers
-        cute.arch.griddepcontrol_launch_dependents()
+        early.let_next_start()
 
     def lane_rows(self, lane: Int32) -> list:
         """The rows of which `lane_quads` gives this lane four columns each."""

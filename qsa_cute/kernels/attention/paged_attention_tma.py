@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.attention.box_paged import BoxedTokens, PagedBoxes
 from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS, BoxShare
 from qsa_cute.kernels.attention.paged_rows import PageDivisor, PagedOutput, PageStrides
-from qsa_cute.kernels.common import ops, tma
+from qsa_cute.kernels.common import early, ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr, tensor_map
 
 PARAMS = (
@@ -223,12 +223,17 @@ class PagedAttentionTma(PagedBoxes):
             tma.prefetch_tensor_map(tma.parameter_address(k_map[0]))
             tma.prefetch_tensor_map(tma.parameter_address(v_map[0]))
         self.begin(smem, share, tid)
-        cute.arch.griddepcontrol_wait()
 
         head = Int64(kv_head * group_size)
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
+        likely_table = block_table.toint() + Int64(likely) * table_stride * 4
+        if tid == 0:
+            early.prefetch(token_to_req.toint() + Int64(row) * 4)
+        early.prefetch_span(ids, (width + 1) * 4, tid, self.threads)
+        early.prefetch_span(likely_table, table_width * 4, tid, self.threads)
+        early.wait()
         pages = cute.make_rmem_tensor((TABLE_PAGES // self.workers,), Int32)
-        self.read_table(pages, block_table.toint() + Int64(likely) * table_stride * 4, table_width, tid)
+        self.read_table(pages, likely_table, table_width, tid)
         request_at, count_at = token_to_req.toint() + Int64(row) * 4, ids + Int64(width) * 4
         if warp >= WARPS:
             gatherer, lane = warp - WARPS, cute.arch.lane_idx()

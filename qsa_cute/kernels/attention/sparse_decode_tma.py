@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64
 from qsa_cute.kernels.attention.box_padded import PaddedBoxes, StagedTokens
 from qsa_cute.kernels.attention.box_products import TABLE_PAGES, WARPS, BoxShare
 from qsa_cute.kernels.attention.row_gather import RowOutput
-from qsa_cute.kernels.common import ops, tma
+from qsa_cute.kernels.common import early, ops, tma
 from qsa_cute.kernels.common.params import f32, i32, i64, ptr, tensor_map
 
 PARAMS = (
@@ -170,17 +170,24 @@ class SparseDecodeTma(PaddedBoxes):
         if warp == WARPS:  # the first that gathers
             tma.prefetch_tensor_map(pool)
         self.begin(smem, share, tid)
-        cute.arch.griddepcontrol_wait()
 
         head = Int64(kv_head * group_size)
         in_page = kv_pool_ptr.toint() + Int64(kv_head) * head_stride * 2
         table = Int64(sequence) * page_table_stride * 4
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
         k_table, v_table = k_page_table.toint() + table, v_page_table.toint() + table
+        q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
+        context_length = context_lengths.toint() + Int64(sequence) * 4
+        if tid == 0:
+            early.prefetch(context_length)
+        early.prefetch_span(ids, top_k * 4, tid, self.threads)
+        early.prefetch_span(k_table, max_pages_per_seq * 4, tid, self.threads)
+        early.prefetch_span(v_table, max_pages_per_seq * 4, tid, self.threads)
+        early.wait()
         if warp >= WARPS:
             gatherer = warp - WARPS
             first = self.entries(ids, top_k, share, Int32(0), gatherer, cute.arch.lane_idx())
-            length = ops.load_global_i32(context_lengths.toint() + Int64(sequence) * 4)
+            length = ops.load_global_i32(context_length)
             source = StagedTokens(
                 in_page,
                 in_page,
@@ -207,7 +214,6 @@ class SparseDecodeTma(PaddedBoxes):
         else:
             self.stage_tables(smem, k_table, v_table, max_pages_per_seq, tid)
             self.survey(smem, ids, top_k, share, tid)
-            q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
             self.load_q(smem, q, q_stride_head * 2, group_size, tid)  # there before the first boxes are
             tO = cute.make_rmem_tensor((self.warp_cols // 2,), Float32)
             tMax = cute.make_rmem_tensor((2,), Float32)

@@ -128,7 +128,7 @@ class PagedScoresDecode:
     ):
         early.let_next_start()
         share, request, _ = cute.arch.block_idx()
-        shares, _, _ = cute.arch.grid_dim()
+        shares, requests, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         ring = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint()) + warp * (self.stages * self.unit)
@@ -144,7 +144,8 @@ class PagedScoresDecode:
             page_size,
             num_columns,
         )
-        keys.prefetch(first * STEP + lane, self.row_bytes)
+        if step * requests <= early.FEW_WARPS:
+            keys.prefetch(first * STEP + lane, self.row_bytes)
         early.wait()
         # Columns of a lane are `step * STEP` apart, which is `skip` pages and `rest` tokens: one division for all.
         skip = step * STEP // page_size

@@ -165,7 +165,7 @@ class PagedSelectDecode(PagedScoresDecode):
     ):
         tid, _, _ = cute.arch.thread_idx()
         rank, request, _ = cute.arch.block_idx()
-        ranks, _, _ = cute.arch.grid_dim()
+        ranks, requests, _ = cute.arch.grid_dim()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
         barrier = ops.shared_barrier(smem + self.barrier)
         if tid == 0:
@@ -189,7 +189,7 @@ class PagedSelectDecode(PagedScoresDecode):
             num_columns,
         )
         first = warp * ranks + rank
-        if warp < self.warps:
+        if warp < self.warps and ranks * requests * self.warps <= early.FEW_WARPS:
             keys.prefetch(first * STEP + lane, self.row_bytes)
         early.wait()
         own = ops.load_global_i32_if(Int32(rank < query_len), visible + Int64(rank) * 4, Int32(0))

@@ -119,7 +119,7 @@ class ScoresDecode:
     ):
         early.let_next_start()
         share, sequence, _ = cute.arch.block_idx()
-        shares, _, _ = cute.arch.grid_dim()
+        shares, sequences, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
@@ -130,7 +130,7 @@ class ScoresDecode:
         keys = pool_ptr.toint() + tail_offset * 2
         block_bytes = token_stride * (BLOCK_TOKENS * 2)
         if follows_prepare == 0:
-            if cutlass.const_expr(early.SUPPORTED):
+            if cutlass.const_expr(early.SUPPORTED) and step * sequences <= early.FEW_WARPS:
                 self.prefetch(table, first, max_pages_per_seq, keys, page_stride * 2, block_bytes, num_flat_pages, lane)
             early.wait()
 
