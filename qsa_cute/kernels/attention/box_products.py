@@ -36,7 +36,6 @@ PASSES = 3  # times 8 tokens that a warp scores in a step at most: five stages o
 LAST_STAGES = 5  # of a list's last step: one sequence in 16 blocks leaves 129 tokens to one of them
 LINE = 128  # bytes of a token's part in a box
 GAP = BLOCK_TOKENS * LINE  # see above
-FP8_FILL = 8
 TABLE_PAGES = 1024  # of a sequence whose page tables are kept in shared memory
 
 
@@ -62,9 +61,10 @@ class BoxProducts(RowGather):
         RowGather.__init__(self, head_dim, dtype, WARPS, k_stages=1, v_stages=1, blocks_per_sm=1)
         self.chains, self.ring = 4, stages
         self.threads = self.workers + 32 * GATHER_WARPS
-        # Groups of a stage that a gather warp fills at a time, and the warps that share a stage so. A fill takes a warp
-        # 380 clocks with two boxes and 500 with eight: what boxes of 2 KB have to wait for anyway, and of 1 KB not.
-        self.fill_groups = FP8_FILL if self.fp8 else 2
+        # Groups of a stage that a gather warp fills at a time, and the warps that share a stage so. On the H200 a fill
+        # of two boxes takes a warp 380 clocks, one of eight 500; the copies of a stage take 265 in 2 KB a box, half in 1
+        # (docs/performance.md, "Decode by TMA boxes", 13 and 16). By twos the first stage is there sooner, by eights all.
+        self.fill_groups = STAGE_GROUPS if self.fp8 else 2
         self.stage_warps = STAGE_GROUPS // self.fill_groups
         self.fill_stages = GATHER_WARPS // self.stage_warps  # of so many in turn, one is this warp's
         self.warp_chunks = self.pitch // 16 // self.warps  # of V, 16 bytes each
