@@ -268,10 +268,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             Kernel(
                 name="paged_attention_tma",
                 entry="qsa_cute.kernels.attention.paged_attention_tma:PagedAttentionTma",
-                tuning=(
-                    Tuning({"stages": 10}, ("sm_90a",), dtypes=("bf16",)),
-                    Tuning({"stages": 16}, ("sm_90a",), dtypes=_FP8),
-                ),
+                tuning=(Tuning({"stages": 10}, ("sm_90a",), dtypes=("bf16", *_FP8)),),
             ),
             Kernel(
                 name="union_prepare",

@@ -63,8 +63,8 @@ class BoxProducts(RowGather):
         self.threads = self.workers + 32 * GATHER_WARPS
         # Groups of a stage that a gather warp fills at a time, and the warps that share a stage so. On the H200 a fill
         # of two boxes takes a warp 380 clocks, one of eight 500; the copies of a stage take 265 at 2 KB a box, half of
-        # it at 1 KB (docs/performance.md, boxes 13 and 16). By twos the first stage is there sooner, by eights all are.
-        self.fill_groups = STAGE_GROUPS if self.fp8 else 2
+        # it at 1 KB (docs/performance.md, boxes 13 and 16). By twos the first stage is there sooner, by fours all are.
+        self.fill_groups = 4 if self.fp8 else 2
         self.stage_warps = STAGE_GROUPS // self.fill_groups
         self.fill_stages = GATHER_WARPS // self.stage_warps  # of so many in turn, one is this warp's
         self.warp_chunks = self.pitch // 16 // self.warps  # of V, 16 bytes each

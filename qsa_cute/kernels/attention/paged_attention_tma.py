@@ -227,10 +227,6 @@ class PagedAttentionTma(PagedBoxes):
         head = Int64(kv_head * group_size)
         ids = indices.toint() + Int64(row) * indices_stride_row * 4
         likely_table = block_table.toint() + Int64(likely) * table_stride * 4
-        if tid == 0:
-            early.prefetch(token_to_req.toint() + Int64(row) * 4)
-        early.prefetch_span(ids, (width + 1) * 4, tid, self.threads)
-        early.prefetch_span(likely_table, table_width * 4, tid, self.threads)
         early.wait()
         pages = cute.make_rmem_tensor((TABLE_PAGES // self.workers,), Int32)
         self.read_table(pages, likely_table, table_width, tid)

@@ -178,11 +178,6 @@ class SparseDecodeTma(PaddedBoxes):
         k_table, v_table = k_page_table.toint() + table, v_page_table.toint() + table
         q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
         context_length = context_lengths.toint() + Int64(sequence) * 4
-        if tid == 0:
-            early.prefetch(context_length)
-        early.prefetch_span(ids, top_k * 4, tid, self.threads)
-        early.prefetch_span(k_table, max_pages_per_seq * 4, tid, self.threads)
-        early.prefetch_span(v_table, max_pages_per_seq * 4, tid, self.threads)
         early.wait()
         if warp >= WARPS:
             gatherer = warp - WARPS

@@ -7,7 +7,6 @@ for `peek` and `prefetch`, which may come before the wait.
 import os
 import re
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -43,14 +42,6 @@ def prefetch(address: Int64) -> None:
     after the wait finds there whatever the kernels before this one left. So a guess will do, if memory is there."""
     if SUPPORTED:
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-@cute.jit
-def prefetch_span(address: Int64, size: Int32, tid: Int32, threads: int) -> None:
-    """`prefetch` of `size` bytes, a line a thread in turn."""
-    first = address & -LINE
-    for at in cutlass.range(first + Int64(tid * LINE), address + Int64(size), threads * LINE, unroll=1):
-        prefetch(at)
 
 
 def peek(wanted: Int32, address: Int64, other: Int32) -> Int32:
