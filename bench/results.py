@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from bench.cases import registry
 from qsa_cute.errors import ArgumentError
 
 
@@ -81,13 +82,15 @@ def read(path: Path) -> list[Row]:
 
 
 def latest(rows: Iterable[Row]) -> Mapping[str, Mapping[str, Row]]:
-    """case -> provider -> its row, of the last run that measured ours on the case: figures of different runs do not
-    compare. A case that ours was never measured on gives its last run."""
+    """case -> provider -> its row, of one run, since figures of different runs do not compare: the last that measured
+    ours and all peers that the case's target is over; else the last with ours; else the last."""
+    peers = {case.id: set(case.target.peers) for case in registry() if case.target and case.target.ratio}
     by_case: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
         by_case.setdefault(row.case, {}).setdefault(row.run_id, {})[row.provider] = row
     found = {}
     for case, runs in by_case.items():
         with_ours = [run for run in runs.values() if "ours" in run]
-        found[case] = (with_ours or list(runs.values()))[-1]
+        complete = [run for run in with_ours if peers.get(case, set()) <= run.keys()]
+        found[case] = (complete or with_ours or list(runs.values()))[-1]
     return found

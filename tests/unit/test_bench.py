@@ -166,6 +166,14 @@ def test_the_latest_run_of_ours_counts_and_runs_are_not_mixed() -> None:
     assert {name: found.us for name, found in latest(rows)[case].items()} == {"ours": 4}
 
 
+def test_a_run_without_a_peer_that_the_target_is_over_does_not_replace_one_with_all() -> None:
+    case = "prefill_full/ctx32768/rho0.995"
+    rows = [row(case, name, us, "r1") for name, us in (("ours", 5), ("torch", 40), ("fa4", 30))]
+    rows += [row(case, name, us, "r2") for name, us in (("ours", 4), ("torch", 41))]
+    assert {name: found.us for name, found in latest(rows)[case].items()} == {"ours": 5, "torch": 40, "fa4": 30}
+    assert latest(rows[3:])[case]["ours"].us == 4
+
+
 # The command line and what it prints.
 
 
