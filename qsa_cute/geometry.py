@@ -17,6 +17,9 @@ TOP_BLOCKS = 512  # 2048-token budget / 4
 INDEX_WIDTH = TOP_BLOCKS * BLOCK_TOKENS + BLOCK_TOKENS - 1  # 2051: the blocks and the open tail
 MAX_TOP_K = 8192  # widest index list the attention kernels take
 
+# SM90: blocks of the largest (non-portable) thread block cluster.
+MAX_CLUSTER = 16
+
 # Indexer [model].
 INDEX_HEADS = 4
 INDEX_HEAD_DIM = 128

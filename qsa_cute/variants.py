@@ -262,7 +262,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             Kernel(
                 name="sparse_decode_tma",
                 entry="qsa_cute.kernels.attention.sparse_decode_tma:SparseDecodeTma",
-                tuning=(Tuning({"stages": 10}, ("sm_90a",)),),  # of 16 KB at 256 columns, beside an inbox: what fits
+                tuning=(Tuning({"stages": 10}, ("sm_90a",)),),  # of 16 KB at 256 columns: as many as fit, and must
             ),
             Kernel("paged_attention", "qsa_cute.kernels.attention.paged_attention:PagedAttention", _paged()),
             Kernel(

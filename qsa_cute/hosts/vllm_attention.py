@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LAYOUTS = 4096  # of calls, remembered with their checked parameters: 4 KiB each
-WARPS = 8  # of a block
+WARPS = 8  # of a block that multiply
 _FIELDS = ("q_ptr", "k_ptr", "v_ptr", "indices", "block_table", "token_to_req", "o_ptr", "gate_ptr")
 _known: dict[tuple[Any, ...], tuple[PagedAttentionParams, Workspace | None]] = {}
 
@@ -122,7 +122,7 @@ def warmup_qsa_sparse_paged_attention(
         block_table: of vLLM's signature; any.
         selection_width: entries of a list, without the count.
 
-    Returns: (entries of a tile, blocks that share a list, warps) of each configuration on SM90, sorted.
+    Returns: (entries of a tile, blocks that share a list, warps that multiply) of each configuration on SM90, sorted.
 
     Raises:
         UnsupportedError: no kernel covers these heads, this head dim, page size or type here.

@@ -178,7 +178,7 @@ class PagedAttentionParams:
         if self.algorithm is not None and self.algorithm not in ALGORITHMS:
             taken = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes {taken} or None")
-        most = {ROWS: MAX_SPLITS, SHARED: 1}.get(self.algorithm or "", splits.MAX_CLUSTER)
+        most = {ROWS: MAX_SPLITS, SHARED: 1}.get(self.algorithm or "", geometry.MAX_CLUSTER)
         number = checks.integer("num_splits", self.num_splits, 0, most)
         if number and self.algorithm is None:
             raise ArgumentError(f"num_splits is {number} without an algorithm; name the one it is meant for")

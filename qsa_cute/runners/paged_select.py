@@ -26,7 +26,7 @@ from qsa_cute.runners.indexer_select import (
     Select,
     decode_kernels,
 )
-from qsa_cute.runners.splits import CLUSTERS_AT_ONCE, MAX_CLUSTER
+from qsa_cute.runners.splits import CLUSTERS_AT_ONCE
 from qsa_cute.runtime import Wanted, default_loader
 from qsa_cute.support import Support, SupportCode
 from qsa_cute.variants import KERNELS
@@ -206,7 +206,7 @@ class PagedSelectDecode(_KeysLaunch):
         checked: dict[str, Any] = dict(addresses(self, launches, out_ptr=4))
         checked |= {
             "out_stride_row": checks.stride("out_stride_row", self.out_stride_row, top, step=1),
-            "ranks": checks.integer("ranks", ranks, 2, MAX_CLUSTER),
+            "ranks": checks.integer("ranks", ranks, 2, geometry.MAX_CLUSTER),
             "grid": (ranks, requests, 1) if launches else 0,
             "_wanted": wanted(self.KERNEL, self.dtype, baked),
             "_unused": unused,

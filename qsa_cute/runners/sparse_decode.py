@@ -147,7 +147,7 @@ class SparseDecodeParams:
         if self.algorithm is not None and self.algorithm not in ALGORITHMS:
             taken = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {checks.show(self.algorithm)}; it takes {taken} or None")
-        most = sizes["max_splits"] if self.algorithm == SPLIT_KV else splits.MAX_CLUSTER
+        most = sizes["max_splits"] if self.algorithm == SPLIT_KV else geometry.MAX_CLUSTER
         number = checks.integer("num_splits", self.num_splits, 0, most)
         if number and self.algorithm is None:
             raise ArgumentError(f"num_splits is {number} without an algorithm; name the one it is meant for")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from qsa_cute.geometry import MAX_CLUSTER
+
 TILE = 64  # list entries that a block of `sparse_decode` or `paged_attention` takes at a time: 8 warps of 8
 STAGE = 32  # that one of a cluster takes, 8 boxes
 SM_COUNT = 132  # of an H200
-MAX_CLUSTER = 16  # the largest cluster of SM90
 # Entries that a stage beyond the shares may have in the largest cluster: one of 16 blocks takes the last three of 2051.
 SHORT_STAGE = 8
 

@@ -21,7 +21,7 @@ from qsa_cute.variants import KERNELS
 PREPARE, MAIN, ROWS = "union_prepare", "union_prefill", "union_rows"
 KINDS = {"padded": 0, "counted": 1, "blocks": 2}
 
-# Rows from which on the union is taken: 512 rows take 77 us against the row kernel's 266 on an H200; below about 128
+# Rows from which on the union is taken: 512 rows take 73 us against the row kernel's 266 on an H200; below about 128
 # both take one wave.
 LEAST_ROWS = 128
 LEAST_TILE_ROWS = 4  # of a tile: a union costs about as much as three rows of the row kernel

@@ -150,7 +150,8 @@ class Loader:
         strides: tuple[int, ...],
         box: tuple[int, ...],
     ) -> tuple[int, ...]:
-        """`Driver.encode_map`, which wants a current context: where none is, within `device`'s primary one."""
+        """`Driver.encode_map`, which wants a current context: where none is, or another device's, within `device`'s
+        primary one."""
         driver = self.driver
         with self._lock:
             place = self._place(device)

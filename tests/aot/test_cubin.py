@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 import pytest
 from conftest import SM
@@ -16,7 +16,7 @@ from qsa_cute.aot import manifest as mf
 from qsa_cute.aot import sass
 from qsa_cute.aot.cubin import Cubin, read_cubin
 from qsa_cute.errors import ArtifactError
-from qsa_cute.kernels.attention import sparse_decode_tma
+from qsa_cute.kernels.attention import paged_attention_tma, sparse_decode_tma
 from qsa_cute.variants import Kernel
 
 
@@ -134,10 +134,16 @@ class TestDefects:
         assert "((0, 4),)" in found
 
 
-def test_a_tensor_map_that_is_used_where_it_stands_lies_at_a_multiple_of_64_bytes() -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(sparse_decode_tma, "kv_map_0"), (paged_attention_tma, "k_map_0"), (paged_attention_tma, "v_map_0")],
+)
+def test_a_tensor_map_that_is_used_where_it_stands_lies_at_a_multiple_of_64_bytes(
+    module: ModuleType, name: str
+) -> None:
     """Of the constant bank, where parameters begin at 0x210 on SM90."""
-    words = ({"name": name, "kind": kind} for param in sparse_decode_tma.PARAMS for name, kind in param.words())
-    (first,) = (param for param in mf.layout(words) if param["name"] == "kv_map_0")
+    words = ({"name": name, "kind": kind} for param in module.PARAMS for name, kind in param.words())
+    (first,) = (param for param in mf.layout(words) if param["name"] == name)
     assert (0x210 + first["offset"]) % 64 == 0
 
 

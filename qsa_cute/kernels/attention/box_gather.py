@@ -142,7 +142,7 @@ class BoxGather(BoxProducts):
                     at, turn = slot, round_
                     if cutlass.const_expr(self.fill_stages > 1):
                         at, turn = self.later(slot, round_, i + (take if of_v != 0 else Int32(0)))
-                    if turn > 0:  # a wait costs a hundred clocks even where there is nothing to wait for
+                    if turn > 0:  # a wait costs some thirty clocks even where there is nothing to wait for
                         tma.wait(smem + self.at["empty"] + at * 8, (turn + 1) & 1)
                         if mixed != 0:
                             tma.fence_async_proxy()
@@ -217,12 +217,9 @@ class BoxGather(BoxProducts):
             cute.arch.sync_warp()
         if lane == 0:
             if of_v == 0:
-                masks = smem + self.at["masks"] + slot * 4
-                if cutlass.const_expr(number == STAGE_GROUPS):
-                    ops.store_shared_i32(masks, valid)
-                else:
-                    for pair in cutlass.range_constexpr(number // 2):
-                        ops.store_shared_u8(masks + part * (number // 2) + pair, valid >> (8 * pair))
+                masks = smem + self.at["masks"] + slot * 4 + part * (number // 2)
+                for pair in cutlass.range_constexpr(number // 2):
+                    ops.store_shared_u8(masks + pair, valid >> (8 * pair))
             tma.arrive_expect(full, cute.arch.popc(wanted) * self.group_bytes)
             for j in cutlass.range_constexpr(number):
                 if (wanted >> j) & 1 != 0:
@@ -230,13 +227,11 @@ class BoxGather(BoxProducts):
                     tma.load_box(to, source.tensor_map(of_v), source.box(places[j]), full, once=True)
 
     def nibbles(self, bits: Int32) -> Int32:
-        """Four bits for each of `fill_groups`."""
+        """Four bits for each of `fill_groups`, which are 2 or 4."""
         spread = bits
-        for step in (12, 6, 3):
-            if 4 * self.fill_groups > step + step // 3:
-                keep = {12: 0x000F000F, 6: 0x03030303, 3: 0x11111111}[step]
-                spread = (spread | spread << step) & keep
-        return spread * 15
+        if self.fill_groups > 2:
+            spread = (spread | spread << 6) & 0x03030303
+        return ((spread | spread << 3) & 0x11111111) * 15
 
     @cute.jit
     def copy_tokens(self, source: BoxSource, of_v: Int32, entries: tuple, of: Int32, dst: Int32, lane: Int32) -> Int32:

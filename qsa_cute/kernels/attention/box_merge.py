@@ -12,12 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from qsa_cute.geometry import MAX_CLUSTER
 from qsa_cute.kernels.attention.box_gather import BoxGather
 from qsa_cute.kernels.attention.box_products import GATHER_WARPS, BoxShare
 from qsa_cute.kernels.attention.row_gather import EMPTY_MAX, ROWS, RowOutput
 from qsa_cute.kernels.common import early, ops, tma
 
-MAX_CLUSTER = 16  # the largest (non-portable) cluster of SM90
 GROUP_BYTES = ROWS * 8 * 4  # a group of 8 columns in the inbox
 
 

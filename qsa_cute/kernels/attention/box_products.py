@@ -36,6 +36,7 @@ PASSES = 3  # times 8 tokens that a warp scores in a step at most: five stages o
 LAST_STAGES = 5  # of a list's last step: one sequence in 16 blocks leaves 129 tokens to one of them
 LINE = 128  # bytes of a token's part in a box
 GAP = BLOCK_TOKENS * LINE  # see above
+DIVIDED = 4095  # the largest number that `BoxShare.divide` takes, for up to 16 shares
 TABLE_PAGES = 1024  # of a sequence whose page tables are kept in shared memory
 
 
@@ -48,7 +49,7 @@ class BoxShare(Share):
         return BoxShare(split, num_splits, group, ops.forget(65535 // num_splits + 1))
 
     def divide(self, number: Int32) -> Int32:
-        """number // num_splits for numbers from 0 to 4095: a tenth of a division, for which everything would wait."""
+        """number // num_splits, for numbers from 0 to `DIVIDED`: a tenth of a division, for which all would wait."""
         return (number * self.reciprocal) >> 16
 
 
@@ -58,6 +59,8 @@ class BoxProducts(RowGather):
     tables = 1  # page tables of a sequence
 
     def __init__(self, head_dim: int, dtype: str, stages: int):
+        if stages < 2 * LAST_STAGES:
+            raise ValueError(f"{stages} stages: a list's last step takes {LAST_STAGES} of K and {LAST_STAGES} of V")
         RowGather.__init__(self, head_dim, dtype, WARPS, k_stages=1, v_stages=1, blocks_per_sm=1)
         self.chains, self.ring = 4, stages
         self.threads = self.workers + 32 * GATHER_WARPS

@@ -221,7 +221,6 @@ class PagedAttention(PagedRows, SparseDecode):
         smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
         head = Int64(kv_head * group_size)
         share = Share(split, num_splits, group_size)
-        self.begin(smem, share, tid)
         request = ops.load_global_i32(token_to_req.toint() + Int64(row) * 4)
         ids = self.open_list(indices.toint() + Int64(row) * indices_stride_row * 4, width, share, tid)
         count = ops.load_global_i32(ids.address + Int64(width) * 4)

@@ -243,7 +243,6 @@ class SparseDecode(RowGather):
 
         head = Int64(kv_head * group_size)
         share = Share(split, num_splits, group_size)
-        self.begin(smem, share, tid)
         q = q_ptr.toint() + (Int64(row) * q_stride_row + head * q_stride_head) * 2
         self.load_q(smem, q, q_stride_head * 2, group_size, tid)
         in_page = Int64(kv_head) * head_stride * 2
@@ -271,9 +270,6 @@ class SparseDecode(RowGather):
         out = RowOutput(o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2, o_stride_head * 2, lse)
         work = Workspace(partial_o.toint(), partial_stats.toint(), split_counters.toint(), unit)
         self.finish(smem, out, work, share, tO, tMax, tSum, tid)
-
-    def begin(self, smem: Int32, share: Share, tid: Int32):
-        """Nothing to prepare here; the cluster kernel sets up its inbox."""
 
     @cute.jit
     def finish(

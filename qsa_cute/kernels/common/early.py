@@ -10,6 +10,8 @@ import re
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from qsa_cute.kernels.common import ops
+
 _TARGET = re.match(r"sm_(\d+)", os.environ.get("CUTE_DSL_ARCH", ""))
 SUPPORTED = _TARGET is not None and int(_TARGET[1]) >= 90
 
@@ -41,7 +43,7 @@ def prefetch(address: Int64) -> None:
     """Ask for a line of memory, before `wait`. Nothing is read: the line comes to the L2, where all write, and a read
     after the wait finds there whatever the kernels before this one left. So a guess will do, if memory is there."""
     if SUPPORTED:
-        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+        ops.prefetch_l2(address)
 
 
 def peek(wanted: Int32, address: Int64, other: Int32) -> Int32:

@@ -13,6 +13,9 @@ two rows, all (row, head) pairs are one n-tile, and neighbouring lanes bring a r
 Baked: type, query rows a request (the registers they take), warps, stages. The caller guarantees: 16-byte aligned
 keys and queries; query_len <= the baked rows; 1 to 4 heads; page_size a multiple of 4, so that logits are 16-byte
 aligned.
+
+Few warps ask for their first keys before they wait for the kernels before, by the page table as it is then: for the L2
+alone, no result depends on it.
 """
 
 import cuda.bindings.driver as cuda

@@ -12,6 +12,9 @@ Shared memory: the warps' rings, an mbarrier, the row. What the selection needs 
 Baked: type, query rows a request, warps that score, their stages, threads, elements that a thread of the selection
 holds, blocks an SM has registers for. The caller guarantees: 16-byte aligned keys and queries; query_len <= the baked
 rows and the ranks, 2 to 16; 1 to 4 heads; num_columns <= threads * held; shared memory for num_columns logits.
+
+Few warps ask for their first keys before they wait for the kernels before, by the page table as it is then: for the L2
+alone, no result depends on it.
 """
 
 import cuda.bindings.driver as cuda

@@ -18,6 +18,9 @@ starts. It must be 0 after any other kernel.
 
 Baked: type, query rows a sequence (the registers they take), warps, stages. The caller guarantees: 16-byte
 aligned keys; query_len <= the baked rows.
+
+Few warps ask for their first keys before they wait for the kernels before, by the page table as it is then: for the L2
+alone, no result depends on it.
 """
 
 import cuda.bindings.driver as cuda

@@ -329,7 +329,7 @@ class Select(SelectList):
         list that is longer than its size is not read. tI: the places of each four."""
         less = Int32(0)
         for i in cutlass.range_constexpr(n):
-            less = less + so.less_if(tV[i], limit)
+            less = less + so.minus_one_if(tV[i], limit)
         count = -less
         before = self.warp_prefix(count)
         base = Int32(0)

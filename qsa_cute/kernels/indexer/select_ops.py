@@ -57,7 +57,7 @@ def key_value(key: Uint32) -> Float32:
     )
 
 
-def less_if(value: Float32, bound: Float32) -> Int32:
+def minus_one_if(value: Float32, bound: Float32) -> Int32:
     """-1 when value >= bound, else 0; by another instruction than `push_if`'s, so that no predicate need be kept."""
     return cute.arch.inline_ptx(
         "set.ge.u32.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[value, bound]
