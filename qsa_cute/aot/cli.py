@@ -35,6 +35,8 @@ class Group(click.Group):
             return super().invoke(ctx)
         except UnsupportedError as error:  # a name that there is not
             raise click.UsageError(str(error)) from error
+        except BrokenPipeError:  # the reader has seen enough: click ends without a word
+            raise
         except (QsaError, OSError) as error:  # OSError: a full or read-only disk, with the file in its message
             raise click.ClickException(str(error)) from error
 

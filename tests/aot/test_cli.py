@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,25 @@ def test_nothing_but_a_compiler_process_loads_cuda_or_the_dsl(built: Path) -> No
 def test_the_script(built: Path) -> None:
     done = subprocess.run([sys.executable, "build_cutedsl.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert "no GPU is needed" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["inspect", "NAME"]])
+def test_a_reader_that_has_seen_enough_is_no_error(built: Path, toys: list[Variant], command: list[str]) -> None:
+    command = [toys[0].name if word == "NAME" else word for word in command]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "build_cutedsl.py", *command, "--output", str(built)],
+            cwd=ROOT,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
 
 
 def test_rich_only_on_a_terminal(
