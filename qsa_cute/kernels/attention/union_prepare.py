@@ -22,6 +22,8 @@ Baked: head dim and type (tensor maps), tile, threads: 256 for blocks that share
 Run-time: everything else. The shared memory of a launch depends on the context: `union_layout.prepare_smem_bytes`.
 """
 
+from dataclasses import dataclass
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -70,6 +72,48 @@ RECORDS = union_layout.RECORDS
 
 # Shared memory: the fixed part, in bytes.
 MAPS, NUM_RECORDS, BAD, SCAN, LISTS = 0, 256, 260, 272, union_layout.FIXED_BYTES
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What the tile's rows select."""
+
+    at: Int64  # of the first row
+    stride: Int64  # of rows, in entries
+    kind: Int32
+    top_k: Int32
+    live: Int32  # rows that select
+    position: Int32  # of the first row
+    length: Int32  # an id counts below it
+    a_rows: Int32  # rows [0, a_rows) are warpgroup 0's
+    first_b: Int32  # rows from here on are warpgroup 1's
+
+
+@dataclass(frozen=True)
+class Space:
+    """Shared addresses."""
+
+    smem: Int32
+    bitmaps: Int32  # [mask_rows][words], bit b of a row: it wants all of block b
+    partial: Int32  # [words], the blocks that have a record
+    planes: Int32  # [4][mask_rows], chunk 0's words, one for each token of a block
+    records: Int32
+    places: Int32  # the blocks by place
+    words: Int32  # of a bitmap
+    mask_rows: Int32
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What the union takes: `ns` shared chunks, then `pairs` of exclusive ones, `limit` blocks of each half."""
+
+    ns: Int32
+    pairs: Int32
+    limit: Int32
+    total: Int32
+    shared_blocks: Int32
+    partial_blocks: Int32
+    records: Int32
 
 
 class UnionPrepare(BlockScan):
@@ -186,7 +230,6 @@ class UnionPrepare(BlockScan):
         early.begin()
         batch = tile // tiles_per_sequence
         row0, rows, halves = self.cut((tile % tiles_per_sequence) * tile_pairs, tile_pairs, seq_len, group_size)
-        a_rows, first_b = halves
         context = ops.load_global_i32(context_lengths.toint() + Int64(batch) * 4)
         start = Int32(0)
         if query_starts.toint() != 0:
@@ -195,124 +238,66 @@ class UnionPrepare(BlockScan):
         length = cutlass.max(cutlass.min(context, kv_seq_len), Int32(0))
         live = rows_before(context, row0, start, rows)
         ids = indices.toint() + (Int64(batch) * indices_stride_batch + Int64(row0) * indices_stride_row) * 4
-
-        smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
-        words = ((length + 127) // 128 + 3) // 4 * 4  # of a row's bitmap
-        bitmaps = smem + LISTS
-        partial = bitmaps + mask_rows * words * 4
-        planes = partial + words * 4
-        records = planes + mask_rows * 16
-        places = records + RECORDS * 8
-        for i in cutlass.range(tid, (mask_rows + 1) * (words // 4) + mask_rows, self.threads, unroll=1):
-            union_ops.clear_shared_16(bitmaps + i * 16)
-        if tid == 0:
-            ops.store_shared_i32(smem + NUM_RECORDS, Int32(0))
-            ops.store_shared_i32(smem + BAD, Int32(0))
+        lists = Lists(ids, indices_stride_row, index_kind, top_k, live, position, length, *halves)
+        space = self.clear(lists, mask_rows, tid)
         if tile % tiles_per_sequence == 0 and tid < 64:
             self.publish_map(
-                smem + MAPS,
+                space.smem + MAPS,
                 tensor_maps.toint() + Int64(batch) * 256,
                 k_map,
                 v_map,
                 k_ptr.toint() + Int64(batch) * k_stride_batch * 2,
                 v_ptr.toint() + Int64(batch) * v_stride_batch * 2,
-                length,
+                lists.length,
                 tid,
             )
         cute.arch.sync_threads()
-
-        added = Int32(0)
-        if index_kind == 2:
-            added = self.read_ids(
-                smem, bitmaps, partial, records, ids, indices_stride_row * 4, top_k, live, length, words, tid
-            )
-            row = tid
-            while row < live:
-                block, tokens = open_block(position + row)
-                self.record(smem, partial, records, row, block, tokens, length)
-                row = row + self.threads
-        else:
-            added = self.read_list(
-                smem,
-                bitmaps,
-                partial,
-                records,
-                ids,
-                indices_stride_row * 4,
-                top_k,
-                index_kind,
-                live,
-                length,
-                words,
-                tid,
-            )
+        added = self.read(space, lists, tid)
         cute.arch.sync_threads()
 
-        # Places: per thread `each` neighbouring words.
-        each = (words + self.threads - 1) // self.threads
-        c0 = Int32(0)  # shared | warpgroup 0's << 16
-        c1 = Int32(0)  # warpgroup 1's | partial << 16
-        found = Int32(0)
-        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, words), unroll=1):
-            shared, only_a, only_b, part, bits = self.classify(bitmaps, partial, i, words, live, a_rows, first_b)
-            c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
-            c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
-            found = found + bits
-        before0, total0, before1, total1, twice = self.scan(smem + SCAN, c0, c1, added - found, tid)
-        only_a_blocks = (total0 >> 16) & 0xFFFF
-        only_b_blocks = total1 & 0xFFFF
-        partial_blocks = (total1 >> 16) & 0xFFFF
-        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
-        limit = pairs * self.blocks
-        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
-        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
-        num_records = ops.load_shared_i32(smem + NUM_RECORDS)
-        chunks = ns + 2 * pairs
-        fits = (twice == 0) & (num_records <= RECORDS) & (partial_blocks <= self.blocks) & (chunks <= max_chunks)
+        each = (space.words + self.threads - 1) // self.threads  # neighbouring words that a thread has
+        chunks, before, twice = self.count(space, lists, each, added, tid)
+        fits = (
+            (twice == 0)
+            & (chunks.records <= RECORDS)
+            & (chunks.partial_blocks <= self.blocks)
+            & (chunks.total <= max_chunks)
+        )
         if fits:
-            if tid < ns * self.blocks - shared_blocks:
-                ops.store_shared_i32(places + (shared_blocks + tid) * 4, Int32(-1))
-            self.assign(
-                bitmaps,
-                partial,
-                places,
-                before0,
-                before1,
-                partial_blocks,
-                ns,
-                limit,
-                each,
-                words,
-                live,
-                a_rows,
-                first_b,
-                tid,
-            )
+            self.write_places(space, lists, chunks, each, before, tid)
             cute.arch.sync_threads()
-            self.write_chunks(
-                bitmaps,
-                planes,
-                places,
-                union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4),
-                union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4),
-                chunks,
-                words,
-                mask_rows,
-                tid,
-            )
+            entries = union_entries.toint() + Int64(tile) * Int64(max_chunks) * (self.blocks * 4)
+            masks = union_masks.toint() + Int64(tile) * Int64(max_chunks) * Int64(mask_rows * 4)
+            self.write_chunks(space, chunks, entries, masks, tid)
             cute.arch.sync_threads()
-            if tid < num_records:
-                self.apply_record(smem, planes, places, records + tid * 8, partial_blocks, mask_rows)
+            if tid < chunks.records:
+                self.apply_record(space, chunks, space.records + tid * 8)
             cute.arch.sync_threads()
             at = union_first_masks.toint() + Int64(tile) * Int64(mask_rows * 16)
             for i in cutlass.range(tid, mask_rows * 4, self.threads, unroll=1):
-                ops.store_global_i32(at + Int64(i) * 4, ops.load_shared_i32(planes + i * 4))
+                ops.store_global_i32(at + Int64(i) * 4, ops.load_shared_i32(space.planes + i * 4))
         if tid == 0:
             good = Int32(1) if fits else Int32(0)
-            good = good if ops.load_shared_i32(smem + BAD) == 0 else Int32(0)
-            ops.store_global_i32x2(union_counts.toint() + Int64(tile) * 8, ns * good, pairs)
+            good = good if ops.load_shared_i32(space.smem + BAD) == 0 else Int32(0)
+            ops.store_global_i32x2(union_counts.toint() + Int64(tile) * 8, chunks.ns * good, chunks.pairs)
             for h in cutlass.range(num_kv_heads, unroll=1):
                 ops.store_global_i32(row_path.toint() + Int64(tile * num_kv_heads + h) * 4, 1 - good)
+
+    @cute.jit
+    def clear(self, lists: Lists, mask_rows: Int32, tid: Int32):
+        """Lay out the shared memory; clear the bitmaps, the blocks with records and chunk 0's words."""
+        smem = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
+        words = ((lists.length + 127) // 128 + 3) // 4 * 4
+        bitmaps = smem + LISTS
+        partial = bitmaps + mask_rows * words * 4
+        planes = partial + words * 4
+        records = planes + mask_rows * 16
+        for i in cutlass.range(tid, (mask_rows + 1) * (words // 4) + mask_rows, self.threads, unroll=1):
+            union_ops.clear_shared_16(bitmaps + i * 16)
+        if tid == 0:
+            ops.store_shared_i32(smem + NUM_RECORDS, Int32(0))
+            ops.store_shared_i32(smem + BAD, Int32(0))
+        return Space(smem, bitmaps, partial, planes, records, records + RECORDS * 8, words, mask_rows)
 
     # ---- tensor maps ---------------------------------------------------------------------------------
 
@@ -334,185 +319,165 @@ class UnionPrepare(BlockScan):
     # ---- reading the selection -----------------------------------------------------------------------
 
     @cute.jit
-    def read_ids(
-        self,
-        smem: Int32,
-        bitmaps: Int32,
-        partial: Int32,
-        records: Int32,
-        ids: Int64,
-        row_bytes: Int64,
-        top_k: Int32,
-        live: Int32,
-        length: Int32,
-        words: Int32,
-        tid: Int32,
-    ) -> Int32:
-        """Block ids to bitmaps; returns how many bits this thread set, those set before included."""
+    def read(self, space: Space, lists: Lists, tid: Int32) -> Int32:
+        """The selection to bitmaps and records; returns how many bits this thread set, those set before included."""
         added = Int32(0)
-        for column in cutlass.range(tid, top_k, self.threads, unroll=1):
-            for first in cutlass.range(0, live, ID_ROWS, unroll=1):
-                at = ids + Int64(column) * 4 + Int64(first) * row_bytes
-                b = [
-                    union_ops.load_i32_if(Int32(first + r < live), at + Int64(r) * row_bytes, Int32(-1))
-                    for r in range(ID_ROWS)
-                ]
-                for r in cutlass.range_constexpr(ID_ROWS):
-                    if b[r] >= 0 and b[r] < length // 4:
-                        union_ops.or_shared(bitmaps + ((first + r) * words + b[r] // 32) * 4, 1 << (b[r] % 32))
-                        added = added + 1
-                    elif b[r] == length // 4:
-                        self.record(smem, partial, records, first + r, b[r], Int32(15), length)
+        if lists.kind == 2:
+            added = self.read_ids(space, lists, tid)
+            row = tid
+            while row < lists.live:
+                block, tokens = open_block(lists.position + row)
+                self.record(space, row, block, tokens, lists.length)
+                row = row + self.threads
+        else:
+            added = self.read_list(space, lists, tid)
         return added
 
     @cute.jit
-    def read_list(
-        self,
-        smem: Int32,
-        bitmaps: Int32,
-        partial: Int32,
-        records: Int32,
-        ids: Int64,
-        row_bytes: Int64,
-        top_k: Int32,
-        index_kind: Int32,
-        live: Int32,
-        length: Int32,
-        words: Int32,
-        tid: Int32,
-    ) -> Int32:
-        """Token ids, four list places a thread, to bitmaps and records; returns as `read_ids`."""
+    def read_ids(self, space: Space, lists: Lists, tid: Int32) -> Int32:
+        """Block ids to bitmaps; returns as `read`."""
+        row_bytes = lists.stride * 4
         added = Int32(0)
-        for group in cutlass.range(tid, (top_k + 3) // 4, self.threads, unroll=1):
-            for first in cutlass.range(0, live, LIST_ROWS, unroll=1):
-                at = ids + Int64(group) * 16 + Int64(first) * row_bytes
-                end = [top_k for _ in range(LIST_ROWS)]
-                if index_kind == 1:
+        for column in cutlass.range(tid, lists.top_k, self.threads, unroll=1):
+            for first in cutlass.range(0, lists.live, ID_ROWS, unroll=1):
+                at = lists.at + Int64(column) * 4 + Int64(first) * row_bytes
+                b = [
+                    union_ops.load_i32_if(Int32(first + r < lists.live), at + Int64(r) * row_bytes, Int32(-1))
+                    for r in range(ID_ROWS)
+                ]
+                for r in cutlass.range_constexpr(ID_ROWS):
+                    if b[r] >= 0 and b[r] < lists.length // 4:
+                        union_ops.or_shared(
+                            space.bitmaps + ((first + r) * space.words + b[r] // 32) * 4, 1 << (b[r] % 32)
+                        )
+                        added = added + 1
+                    elif b[r] == lists.length // 4:
+                        self.record(space, first + r, b[r], Int32(15), lists.length)
+        return added
+
+    @cute.jit
+    def read_list(self, space: Space, lists: Lists, tid: Int32) -> Int32:
+        """Token ids, four list places a thread, to bitmaps and records; returns as `read`."""
+        row_bytes = lists.stride * 4
+        added = Int32(0)
+        for group in cutlass.range(tid, (lists.top_k + 3) // 4, self.threads, unroll=1):
+            for first in cutlass.range(0, lists.live, LIST_ROWS, unroll=1):
+                at = lists.at + Int64(group) * 16 + Int64(first) * row_bytes
+                end = [lists.top_k for _ in range(LIST_ROWS)]
+                if lists.kind == 1:
                     for r in cutlass.range_constexpr(LIST_ROWS):
-                        count = ids + Int64(first + r) * row_bytes + Int64(top_k) * 4
-                        end[r] = cutlass.min(top_k, union_ops.load_i32_if(Int32(first + r < live), count, Int32(0)))
+                        count = lists.at + Int64(first + r) * row_bytes + Int64(lists.top_k) * 4
+                        end[r] = cutlass.min(
+                            lists.top_k, union_ops.load_i32_if(Int32(first + r < lists.live), count, Int32(0))
+                        )
                 t = [
                     union_ops.load_i32_if(
-                        Int32((first + i // 4 < live) & (group * 4 + i % 4 < end[i // 4])),
+                        Int32((first + i // 4 < lists.live) & (group * 4 + i % 4 < end[i // 4])),
                         at + Int64(i // 4) * row_bytes + (i % 4) * 4,
                         Int32(-1),
                     )
                     for i in range(LIST_ROWS * 4)
                 ]
                 for r in cutlass.range_constexpr(LIST_ROWS):
-                    added = added + self.add_tokens(
-                        smem,
-                        bitmaps + (first + r) * words * 4,
-                        partial,
-                        records,
-                        first + r,
-                        t[4 * r],
-                        t[4 * r + 1],
-                        t[4 * r + 2],
-                        t[4 * r + 3],
-                        length,
-                    )
+                    bitmap = space.bitmaps + (first + r) * space.words * 4
+                    added = added + self.add_tokens(space, bitmap, first + r, t[4 * r : 4 * r + 4], lists.length)
         return added
 
     @cute.jit
-    def add_tokens(
-        self,
-        smem: Int32,
-        bitmap: Int32,
-        partial: Int32,
-        records: Int32,
-        row: Int32,
-        t0: Int32,
-        t1: Int32,
-        t2: Int32,
-        t3: Int32,
-        length: Int32,
-    ) -> Int32:
+    def add_tokens(self, space: Space, bitmap: Int32, row: Int32, entries: list, length: Int32) -> Int32:
         """Four entries of a list: usually a whole block; else a record, or one for each token."""
-        t = [i if i < length else Int32(-1) for i in (t0, t1, t2, t3)]
+        t = [i if i < length else Int32(-1) for i in entries]
         block = cutlass.max(cutlass.max(t[0], t[1]), cutlass.max(t[2], t[3])) >> 2
         tokens = Int32(0)
         valid = Int32(0)
-        inside = Int32(0)
         for j in cutlass.range_constexpr(4):
             valid = valid + (Int32(1) if t[j] >= 0 else Int32(0))
             if t[j] >= 0 and t[j] >> 2 == block:
                 tokens = tokens | (1 << (t[j] & 3))
-                inside = inside + 1
         added = Int32(0)
         if tokens == 15:
             union_ops.or_shared(bitmap + (block // 32) * 4, 1 << (block % 32))
             added = Int32(1)
         elif valid > 0:
             if cute.arch.popc(tokens) == valid:
-                self.record(smem, partial, records, row, block, tokens, length)
+                self.record(space, row, block, tokens, length)
             else:
                 for j in cutlass.range_constexpr(4):
                     if t[j] >= 0:
-                        self.record(smem, partial, records, row, t[j] >> 2, 1 << (t[j] & 3), length)
+                        self.record(space, row, t[j] >> 2, 1 << (t[j] & 3), length)
         return added
 
     @cute.jit
-    def record(
-        self, smem: Int32, partial: Int32, records: Int32, row: Int32, block: Int32, tokens: Int32, length: Int32
-    ):
+    def record(self, space: Space, row: Int32, block: Int32, tokens: Int32, length: Int32):
         """Note that a row wants these tokens of a block, as far as they are before the length."""
         tokens = tokens & ((1 << cutlass.min(cutlass.max(length - block * 4, Int32(0)), Int32(4))) - 1)
         if tokens != 0:
-            place = union_ops.fetch_add_shared(smem + NUM_RECORDS, Int32(1))
+            place = union_ops.fetch_add_shared(space.smem + NUM_RECORDS, Int32(1))
             if place < RECORDS:
-                ops.store_shared_i32x2(records + place * 8, row * 16 + tokens, block)
-                union_ops.or_shared(partial + (block // 32) * 4, 1 << (block % 32))
+                ops.store_shared_i32x2(space.records + place * 8, row * 16 + tokens, block)
+                union_ops.or_shared(space.partial + (block // 32) * 4, 1 << (block % 32))
 
     # ---- places --------------------------------------------------------------------------------------
 
     @cute.jit
-    def classify(
-        self, bitmaps: Int32, partial: Int32, i: Int32, words: Int32, live: Int32, a_rows: Int32, first_b: Int32
-    ):
+    def count(self, space: Space, lists: Lists, each: Int32, added: Int32, tid: Int32):
+        """How the blocks divide, of all threads and before this one, and whether any was listed twice."""
+        c0 = Int32(0)  # shared | warpgroup 0's << 16
+        c1 = Int32(0)  # warpgroup 1's | partial << 16
+        found = Int32(0)
+        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, space.words), unroll=1):
+            shared, only_a, only_b, part, bits = self.classify(space, lists, i)
+            c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
+            c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
+            found = found + bits
+        before0, total0, before1, total1, twice = self.scan(space.smem + SCAN, c0, c1, added - found, tid)
+        only_a_blocks = (total0 >> 16) & 0xFFFF
+        only_b_blocks = total1 & 0xFFFF
+        partial_blocks = (total1 >> 16) & 0xFFFF
+        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
+        limit = pairs * self.blocks
+        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
+        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
+        records = ops.load_shared_i32(space.smem + NUM_RECORDS)
+        chunks = Chunks(ns, pairs, limit, ns + 2 * pairs, shared_blocks, partial_blocks, records)
+        return chunks, (before0, before1), twice
+
+    @cute.jit
+    def classify(self, space: Space, lists: Lists, i: Int32):
         """Of word i's blocks: shared, only warpgroup 0's, only 1's, those with records; and the bits of all rows."""
         a = Int32(0)
         b = Int32(0)
         bits = Int32(0)
-        for r in cutlass.range(live, unroll=4):
-            word = ops.load_shared_i32(bitmaps + (r * words + i) * 4)
+        for r in cutlass.range(lists.live, unroll=4):
+            word = ops.load_shared_i32(space.bitmaps + (r * space.words + i) * 4)
             bits = bits + cute.arch.popc(word)
-            a = a | (word if r < a_rows else Int32(0))
-            b = b | (word if r >= first_b else Int32(0))
-        part = ops.load_shared_i32(partial + i * 4)
+            a = a | (word if r < lists.a_rows else Int32(0))
+            b = b | (word if r >= lists.first_b else Int32(0))
+        part = ops.load_shared_i32(space.partial + i * 4)
         return a & b & ~part, a & ~b & ~part, b & ~a & ~part, part, bits
 
     @cute.jit
-    def assign(
-        self,
-        bitmaps: Int32,
-        partial: Int32,
-        places: Int32,
-        before0: Int32,
-        before1: Int32,
-        partial_blocks: Int32,
-        ns: Int32,
-        limit: Int32,
-        each: Int32,
-        words: Int32,
-        live: Int32,
-        a_rows: Int32,
-        first_b: Int32,
-        tid: Int32,
-    ):
-        """Write each block of this thread's words to its place."""
+    def write_places(self, space: Space, lists: Lists, chunks: Chunks, each: Int32, before: tuple, tid: Int32):
+        """Write each block of this thread's words to its place, and -1 where the shared chunks have no block."""
+        if tid < chunks.ns * self.blocks - chunks.shared_blocks:
+            ops.store_shared_i32(space.places + (chunks.shared_blocks + tid) * 4, Int32(-1))
+        before0, before1 = before
+        ns, limit = chunks.ns, chunks.limit
         n_shared = before0 & 0xFFFF
         n_a = (before0 >> 16) & 0xFFFF
         n_b = before1 & 0xFFFF
         n_part = (before1 >> 16) & 0xFFFF
-        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, words), unroll=1):
-            shared, only_a, only_b, part, _ = self.classify(bitmaps, partial, i, words, live, a_rows, first_b)
+        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, space.words), unroll=1):
+            shared, only_a, only_b, part, _ = self.classify(space, lists, i)
             left = shared | only_a | only_b | part
             while left != 0:
                 bit = left & (-left)
                 left = left ^ bit
                 place = (
-                    partial_blocks + n_shared + cutlass.max(n_a - limit, Int32(0)) + cutlass.max(n_b - limit, Int32(0))
+                    chunks.partial_blocks
+                    + n_shared
+                    + cutlass.max(n_a - limit, Int32(0))
+                    + cutlass.max(n_b - limit, Int32(0))
                 )
                 if part & bit != 0:
                     place = n_part
@@ -527,55 +492,42 @@ class UnionPrepare(BlockScan):
                     if n_b < limit:
                         place = (ns + 2 * (n_b // self.blocks) + 1) * self.blocks + n_b % self.blocks
                     n_b = n_b + 1
-                ops.store_shared_i32(places + place * 4, i * 32 + ops.count_trailing_zeros(bit))
+                ops.store_shared_i32(space.places + place * 4, i * 32 + ops.count_trailing_zeros(bit))
 
     @cute.jit
-    def write_chunks(
-        self,
-        bitmaps: Int32,
-        planes: Int32,
-        places: Int32,
-        entries: Int64,
-        masks: Int64,
-        chunks: Int32,
-        words: Int32,
-        mask_rows: Int32,
-        tid: Int32,
-    ):
+    def write_chunks(self, space: Space, chunks: Chunks, entries: Int64, masks: Int64, tid: Int32):
         """A warp a chunk: token starts (out of bounds for padding) and a word a row; chunk 0's words to `planes`."""
         lane = tid % 32
-        for c in cutlass.range(tid // 32, chunks, self.threads // 32, unroll=1):
+        for c in cutlass.range(tid // 32, chunks.total, self.threads // 32, unroll=1):
             block = Int32(-1)
             if lane < self.blocks:
-                block = ops.load_shared_i32(places + (c * self.blocks + lane) * 4)
+                block = ops.load_shared_i32(space.places + (c * self.blocks + lane) * 4)
                 ops.store_global_i32(entries + Int64(c * self.blocks + lane) * 4, block * BLOCK_TOKENS)
-            at = bitmaps + cutlass.max(block // 32, Int32(0)) * 4
+            at = space.bitmaps + cutlass.max(block // 32, Int32(0)) * 4
             mask = Int32(1) << (block & 31) if block >= 0 else Int32(0)
-            for first in cutlass.range(0, mask_rows, 32, unroll=1):
+            for first in cutlass.range(0, space.mask_rows, 32, unroll=1):
                 mine = Int32(0)
-                for r in cutlass.range(first, cutlass.min(first + 32, mask_rows), unroll=4):
-                    word = cute.arch.vote_ballot_sync((ops.load_shared_i32(at + r * words * 4) & mask) != 0)
+                for r in cutlass.range(first, cutlass.min(first + 32, space.mask_rows), unroll=4):
+                    word = cute.arch.vote_ballot_sync((ops.load_shared_i32(at + r * space.words * 4) & mask) != 0)
                     mine = word if lane == r - first else mine
-                if first + lane < mask_rows:
-                    ops.store_global_i32(masks + Int64(c * mask_rows + first + lane) * 4, mine)
+                if first + lane < space.mask_rows:
+                    ops.store_global_i32(masks + Int64(c * space.mask_rows + first + lane) * 4, mine)
                     if c == 0:
                         for j in cutlass.range_constexpr(4):
-                            ops.store_shared_i32(planes + (j * mask_rows + first + lane) * 4, mine)
+                            ops.store_shared_i32(space.planes + (j * space.mask_rows + first + lane) * 4, mine)
 
     @cute.jit
-    def apply_record(
-        self, smem: Int32, planes: Int32, places: Int32, at: Int32, partial_blocks: Int32, mask_rows: Int32
-    ):
+    def apply_record(self, space: Space, chunks: Chunks, at: Int32):
         """Set a record's tokens in chunk 0's bits; a token that is there already was listed twice."""
         code = ops.load_shared_i32(at)
         block = ops.load_shared_i32(at + 4)
         place = Int32(0)
-        for i in cutlass.range(partial_blocks, unroll=1):
-            if ops.load_shared_i32(places + i * 4) == block:
+        for i in cutlass.range(chunks.partial_blocks, unroll=1):
+            if ops.load_shared_i32(space.places + i * 4) == block:
                 place = i
         for j in cutlass.range_constexpr(4):
             if (code >> j) & 1 != 0:
                 bit = Int32(1) << place
-                old = union_ops.fetch_or_shared(planes + (j * mask_rows + code // 16) * 4, bit)
+                old = union_ops.fetch_or_shared(space.planes + (j * space.mask_rows + code // 16) * 4, bit)
                 if old & bit != 0:
-                    ops.store_shared_i32(smem + BAD, Int32(1))
+                    ops.store_shared_i32(space.smem + BAD, Int32(1))
