@@ -288,27 +288,14 @@ class UnionPrepare(UnionLists, UnionPlaces):
             cutlass.min(last_first + at_once, live),
         )
         count = requests * words if fits else Int32(0)
-        each = (count + THREADS - 1) // THREADS
-        c0 = Int32(0)  # shared | warpgroup 0's << 16
-        c1 = Int32(0)  # warpgroup 1's | partial << 16
-        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, count), unroll=1):
-            shared, only_a, only_b, part = self.classify(maps, self.plane_at(maps, words, i))
-            c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
-            c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
-        before0, total0, before1, total1, twice = self.scan(smem + SCAN, c0, c1, again, tid)
-        only_a_blocks = (total0 >> 16) & 0xFFFF
-        only_b_blocks = total1 & 0xFFFF
-        partial_blocks = (total1 >> 16) & 0xFFFF
-        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
-        limit = pairs * self.blocks
-        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
-        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
+        sizes, before, twice = self.count(maps, words, count, again, tid)
+        ns, pairs, shared_blocks, partial_blocks = sizes
         total = ns + 2 * pairs
         num_records = ops.load_shared_i32(smem + NUM_RECORDS)
         fits = fits and twice == 0 and num_records <= RECORDS and partial_blocks <= self.blocks and total <= max_chunks
         chunks = Chunks(
             ns,
-            limit,
+            pairs * self.blocks,
             total,
             partial_blocks,
             mask_rows,
@@ -319,9 +306,7 @@ class UnionPrepare(UnionLists, UnionPlaces):
         )
         if fits:
             first_masks = union_first_masks.toint() + Int64(tile) * Int64(mask_rows * 16)
-            self.write_union(
-                lists, maps, pages, chunks, before0, before1, shared_blocks, at_once, first_words, first_masks, tid
-            )
+            self.write_union(lists, maps, pages, chunks, *before, shared_blocks, at_once, first_words, first_masks, tid)
         if tid == 0:
             good = Int32(0)
             if fits and ops.load_shared_i32(smem + BAD) == 0:
@@ -389,6 +374,26 @@ class UnionPrepare(UnionLists, UnionPlaces):
                 reading = first < live
             cute.arch.sync_threads()
         return pitch, at_once, last_first, words, added - found, fits
+
+    @cute.jit
+    def count(self, maps: Bitmaps, words: Int32, count: Int32, again: Int32, tid: Int32):
+        """How the blocks of `count` words divide, of all threads and before this one; whether any was listed twice."""
+        each = (count + THREADS - 1) // THREADS
+        c0 = Int32(0)  # shared | warpgroup 0's << 16
+        c1 = Int32(0)  # warpgroup 1's | partial << 16
+        for i in cutlass.range(tid * each, cutlass.min((tid + 1) * each, count), unroll=1):
+            shared, only_a, only_b, part = self.classify(maps, self.plane_at(maps, words, i))
+            c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
+            c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
+        before0, total0, before1, total1, twice = self.scan(maps.smem + SCAN, c0, c1, again, tid)
+        only_a_blocks = (total0 >> 16) & 0xFFFF
+        only_b_blocks = total1 & 0xFFFF
+        partial_blocks = (total1 >> 16) & 0xFFFF
+        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
+        limit = pairs * self.blocks
+        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
+        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
+        return (ns, pairs, shared_blocks, partial_blocks), (before0, before1), twice
 
     @cute.jit
     def write_union(
