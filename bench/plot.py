@@ -11,11 +11,10 @@ from typing import Any
 import click
 
 from bench.cases import Case, parse
-from bench.results import Row, latest, read
+from bench.results import ROOT, Row, latest, read, results_option
 from qsa_cute.errors import QsaError
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOTS = ROOT / "bench/results/h200.jsonl", ROOT / "docs/plots"
+PLOTS = ROOT / "docs/plots"
 
 # (colour, marker, label), in the order of the legend: Okabe and Ito's palette, told apart by marker and dash as well.
 STYLES = {
@@ -284,13 +283,7 @@ Exit codes: 0 drawn; 1 a line is no result, or matplotlib is missing; 2 usage.
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
-@click.option(
-    "--results",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=RESULTS,
-    show_default=True,
-    help="JSON lines that `bench.run --append` wrote.",
-)
+@results_option
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),

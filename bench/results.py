@@ -8,8 +8,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import click
+
 from bench.cases import registry
 from qsa_cute.errors import ArgumentError
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench/results/h200.jsonl"
+# Of the commands that read them.
+results_option = click.option(
+    "--results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=RESULTS,
+    show_default=True,
+    help="JSON lines that `bench.run --append` wrote.",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 
 from bench.cases import OURS, Case, registry
-from bench.plot import RESULTS, ROOT
-from bench.results import Row, latest, read
+from bench.results import ROOT, Row, latest, read, results_option
 from qsa_cute.errors import QsaError
 
 PAGE = ROOT / "docs/targets.md"
@@ -66,13 +65,7 @@ Exit codes: 0 written, whether the targets are met or not; 1 a line is no result
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
-@click.option(
-    "--results",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=RESULTS,
-    show_default=True,
-    help="JSON lines that `bench.run --append` wrote.",
-)
+@results_option
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner
+from qsa_cute.runners import SparseDecodeParams, SparseDecodeRunner, SparsePrefillParams, SparsePrefillRunner, boxes
 from qsa_cute.runners.sparse_decode import SPLIT_KV, algorithm_for
 from qsa_cute.runners.sparse_prefill import union_for
 from qsa_cute.runners.workspace import Workspace
@@ -258,11 +258,12 @@ def _union_size(batch: int, rows: int, kv_rows: int, q_heads: int, kv_heads: int
 def _decode_workspace(q: Tensor, kv_pool: Tensor, algorithm: str | None) -> dict[str, Tensor]:
     if not _on_gpu(q) or q.dim() != 4 or kv_pool.dim() != 4:
         return {}
-    expanded = algorithm is None and 0 in kv_pool.stride()  # such a pool has no tensor map
-    if (algorithm or algorithm_for(q.device.index)) != SPLIT_KV and not expanded:
-        return {}
     batch, query_len, _, head_dim = q.shape
-    layout = _split_layout(batch, kv_pool.shape[2], head_dim, max(1, query_len))
+    (pages, tokens, heads, _), (page, token, head, _) = kv_pool.shape, kv_pool.stride()
+    boxed = algorithm is not None or boxes.strides((tokens, heads, pages), (token, head, page), head_dim) is not None
+    if (algorithm or algorithm_for(q.device.index)) != SPLIT_KV and boxed:
+        return {}
+    layout = _split_layout(batch, heads, head_dim, max(1, query_len))
     kinds = {"f32": torch.float32, "i32": torch.int32}
     return {part.name: torch.empty(part.shape, dtype=kinds[part.dtype], device=q.device) for part in layout.parts}
 

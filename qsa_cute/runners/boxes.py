@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 from qsa_cute import geometry
 from qsa_cute.runners import checks
@@ -22,6 +27,24 @@ def strides(sizes: Sizes, elements: Sizes, head_dim: int, item: int = checks.ELE
     tokens, heads, pages = (item * (step if size > 1 else head_dim) for size, step in zip(sizes, elements, strict=True))
     fits = min(sizes) > 0 and all(0 < step < MAX_STRIDE for step in (tokens, heads, pages))
     return (tokens, heads, pages) if fits else None
+
+
+class Taken:
+    """What kernels may take of params of a class, beside tensor maps."""
+
+    def __init__(self, kind: type) -> None:
+        names = (one.name for one in dataclasses.fields(kind))
+        self._names = tuple(name for name in names if name[0] != "_" and name != "packed")
+        self._values = operator.attrgetter(*self._names)
+
+    def beside(self, params: Any, words: dict[str, int]) -> SimpleNamespace:
+        """These parameters and a map's words, for the launch to pack."""
+        return SimpleNamespace(**dict(zip(self._names, self._values(params), strict=True)), **words, packed=None)
+
+
+def named(name: str, words: Iterable[int]) -> dict[str, int]:
+    """The words of a map by the kernel's parameters."""
+    return {f"{name}_{i}": word for i, word in enumerate(words)}
 
 
 @functools.lru_cache(maxsize=256)  # a model's layers, each with its pages, come again with every step
@@ -52,4 +75,4 @@ def encode(
         (steps[0], _LINE, *steps[1:]),
         (columns, geometry.BLOCK_TOKENS, parts, 1, 1),
     )
-    return {f"{name}_{i}": word for i, word in enumerate(words)}
+    return named(name, words)

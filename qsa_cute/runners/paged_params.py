@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -335,12 +334,12 @@ class PagedAttentionParams:
         """These parameters and the words of both tensor maps, made at the first call; None where there are none."""
         if self._with_maps is None and self.map_strides is not None:
             dims, dim, kind = (self.page_size, self.num_kv_heads, self.num_pages), self.head_dim, self.cache_dtype
-            values = dict(zip(_NAMES, _VALUES(self), strict=True))
+            words: dict[str, int] = {}
             for name, address, steps in zip(
                 ("k_map", "v_map"), (self.k_ptr, self.v_ptr), self.map_strides, strict=True
             ):
-                values |= boxes.encode(loader, self.device, name, kind, address, dim, dims, steps)
-            _set(self, "_with_maps", SimpleNamespace(**values, packed=None))
+                words |= boxes.encode(loader, self.device, name, kind, address, dim, dims, steps)
+            _set(self, "_with_maps", _TAKEN.beside(self, words))
         return self._with_maps
 
     def as_rows(self) -> PagedAttentionParams:
@@ -464,8 +463,7 @@ _ALIGNMENTS |= {"partial_o": checks.ALIGNMENT, "partial_stats": 4, "split_counte
 _ALIGNMENTS |= {"workspace": workspace.ALIGNMENT}
 _MADE = ("packed", "stream", "_as_rows", "_launches", "_with_maps")  # anew by each launch
 _KEPT = tuple(one.name for one in dataclasses.fields(PagedAttentionParams) if one.name not in _MADE)
-_NAMES = tuple(name for name in _KEPT if not name.startswith("_"))  # what a kernel may take
-_VALUES = operator.attrgetter(*_NAMES)
+_TAKEN = boxes.Taken(PagedAttentionParams)
 _MAX_PLACES = 1 << 31
 
 

@@ -245,9 +245,7 @@ class SparseDecodeParams:
             words = boxes.encode(
                 loader, self.device, "kv_map", "bf16", self.kv_pool_ptr, self.head_dim, dims, self.map_strides
             )
-            values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-            values |= words | {"packed": None}
-            object.__setattr__(self, "_with_map", SimpleNamespace(**values))
+            object.__setattr__(self, "_with_map", _TAKEN.beside(self, words))
         return self._with_map
 
     def as_split_kv(self) -> SparseDecodeParams:
@@ -344,6 +342,9 @@ class SparseDecodeParams:
             device=binder.device,
             dtype=binder.dtype,
         )
+
+
+_TAKEN = boxes.Taken(SparseDecodeParams)
 
 
 class SparseDecodeRunner:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qsa_cute import geometry, union_layout
-from qsa_cute.runners import dispatch, splits
+from qsa_cute.runners import boxes, dispatch, splits
 from qsa_cute.runners.workspace import PartSpec, Workspace
 from qsa_cute.runtime import Loader, Wanted
 from qsa_cute.variants import KERNELS
@@ -185,7 +185,7 @@ class Launches(TileLaunches):
                 _strides(p, plane),
                 _BOX,
             )
-            values |= {f"{plane}_map_{i}": word for i, word in enumerate(words)}
+            values |= boxes.named(f"{plane}_map", words)
         super().__init__(values, shared_memory(p), p.num_kv_heads, p.num_blocks)
         prepare = _PREPARE_ALONE if values["num_tiles"] <= splits.SM_COUNT else _PREPARE
         self._kernels = (prepare, (MAIN, ()), (ROWS, ()))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from qsa_cute import geometry, union_layout
 from qsa_cute import paged_union_layout as layout
-from qsa_cute.runners import checks, dispatch, splits, union
+from qsa_cute.runners import boxes, checks, dispatch, splits, union
 from qsa_cute.runners import paged_places as places
 from qsa_cute.runners.union import KINDS, LEAST_ROWS, MAP_WORDS
 from qsa_cute.runners.workspace import Workspace
@@ -203,7 +203,7 @@ class Shape:
             ("v_token_map", "v", 1),
         ):
             if dtype == FP8:
-                found |= {f"{name}_{i}": 0 for i in range(MAP_WORDS // 2)}
+                found |= boxes.named(name, [0] * (MAP_WORDS // 2))
                 continue
             address, strides = planes[plane]
             # A dimension of one has no stride of its own, and the driver wants one.
@@ -211,7 +211,7 @@ class Shape:
                 2 * (step if size > 1 else self.head_dim) for step, size in zip(strides, sizes[1:], strict=True)
             )
             words = loader.encode_map(device, dtype, address, sizes, steps, (_BOX_COLUMNS, tokens, 1, 1))
-            found |= {f"{name}_{i}": word for i, word in enumerate(words)}
+            found |= boxes.named(name, words)
         return found
 
 

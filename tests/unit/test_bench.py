@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import bench
 from bench import device, fetch_peers, plot, report, targets
 from bench.cases import FAMILIES, PROVIDER_NAMES, Target, entries, parse, registry, select
-from bench.results import Row, append, latest, read
+from bench.results import RESULTS, Row, append, latest, read
 from bench.run import NO_DEVICE, main
 from qsa_cute.errors import ArgumentError
 
@@ -352,7 +352,7 @@ def test_a_rank_of_vllms_attention() -> None:
 
 
 def test_the_page_of_targets_is_what_the_results_say() -> None:
-    assert targets.PAGE.read_text() == targets.page(latest(read(plot.RESULTS))), "python -m bench.targets"
+    assert targets.PAGE.read_text() == targets.page(latest(read(RESULTS))), "python -m bench.targets"
 
 
 @pytest.mark.parametrize(

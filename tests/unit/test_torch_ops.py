@@ -189,6 +189,26 @@ class TestKeptParams:
             assert len(kept._found) <= 4
 
 
+class TestDecodeOfAnyPool:
+    """A pool that has no tensor map goes by the kernel that needs none, whose workspace the operator brings."""
+
+    @pytest.mark.parametrize(
+        ("change", "kernel"),
+        [
+            (lambda pool: pool, "sparse_decode_tma"),
+            (lambda pool: pool[:, :, :1].expand(-1, -1, 2, -1), "sparse_decode"),
+            (lambda pool: pool[:1].expand(20, -1, -1, -1), "sparse_decode"),
+            # One head needs no stride.
+            (lambda pool: pool.as_strided((20, 128, 1, 384), (98304, 768, 0, 1)), "sparse_decode_tma"),
+        ],
+    )
+    def test_the_kernel(self, launches, change, kernel) -> None:
+        q, pool, *others = decode_inputs()
+        OPS.sparse_decode(q, change(pool), *others)
+        assert launches.names == [kernel]
+        assert (launches.params[0].partial_o != 0) == (kernel == "sparse_decode")
+
+
 class TestSharedGather:
     def inputs(self, rows: int, kv_rows: int = 300):
         def empty(*shape, dtype=torch.bfloat16):

@@ -40,12 +40,16 @@ class BoxMerge(BoxGather):
         }
         self.lay_out()
 
+    def owned(self, share: BoxShare) -> Int32:
+        """Groups of columns that this block stores."""
+        return share.divide(self.groups - share.split + share.num_splits - 1)
+
     @cute.jit
     def begin(self, smem: Int32, share: BoxShare, tid: Int32):
         """Set up the mbarriers; let the next kernel start."""
         if tid == 0:
             self.set_up_ring(smem)
-            owned = share.divide(self.groups - share.split + share.num_splits - 1)
+            owned = self.owned(share)
             for part, row_bytes in (("inbox_full", owned * 32), ("peers_full", Int32(8))):
                 barrier = ops.shared_barrier(smem + self.at[part])
                 cute.arch.mbarrier_init(barrier, 1)
@@ -88,6 +92,35 @@ class BoxMerge(BoxGather):
                 i = 2 * (r * len(places[r]) + n)
                 tTo[i] = ops.map_cluster(inbox + rows[r] * 32 + half * 16 + slot * GROUP_BYTES, rank)
                 tTo[i + 1] = ops.map_cluster(smem + self.at["inbox_full"], rank)
+
+    @cute.jit
+    def merge(self, smem: Int32, lse: Int64, share: BoxShare, gatherer: Int32, lane: Int32):
+        """What the warps that gather do for a cluster once they are done: statistics of all ranks, weights, LSE."""
+        if share.num_splits > 1:
+            cute.arch.cluster_wait()
+            self.share_sums(smem, share, gatherer, lane)
+            if gatherer == 0:
+                self.weigh(smem, lse, share, lane)
+
+    @cute.jit
+    def store(
+        self,
+        smem: Int32,
+        out: RowOutput,
+        share: BoxShare,
+        slots: Int32,
+        tO: cute.Tensor,
+        tMax: cute.Tensor,
+        tSum: cute.Tensor,
+        tTo: cute.Tensor,
+        tid: Int32,
+    ):
+        """The row by one block, or this block's columns of it by a cluster's."""
+        if share.num_splits == 1:
+            self.store_row(out, share.group, tO, tMax, tSum, tid)
+        else:
+            self.send_columns(smem, share, tO, tTo, tid)
+            self.sum_columns(smem, out, share, slots, tid)
 
     @cute.jit
     def share_sums(self, smem: Int32, share: BoxShare, gatherer: Int32, lane: Int32):

@@ -117,8 +117,7 @@ class PagedBoxes(GatedOutput, Fp8Boxes):
         staged = Int64(0)
         if gate != 0:
             staged = Int64(smem + self.at["gate"])
-            owned = share.divide(self.groups - share.split + share.num_splits - 1)
-            for i in cutlass.range(tid, owned * ROWS, self.workers, unroll=1):
+            for i in cutlass.range(tid, self.owned(share) * ROWS, self.workers, unroll=1):
                 row, group = i & (ROWS - 1), (i >> 4) * share.num_splits + share.split
                 live = row < share.group
                 src = gate + Int64(row if live else Int32(0)) * gate_head + Int64(group * 16)

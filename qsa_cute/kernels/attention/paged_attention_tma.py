@@ -253,11 +253,7 @@ class PagedAttentionTma(PagedBoxes):
             )
             first = self.counted(first, top_k, share, gatherer, lane)
             self.produce(smem, source, ids, top_k, self.split_groups(top_k, share), share, first, gatherer)
-            if num_splits > 1:
-                cute.arch.cluster_wait()
-                self.share_sums(smem, share, gatherer, lane)
-                if gatherer == 0:
-                    self.weigh(smem, Int64(0), share, lane)
+            self.merge(smem, Int64(0), share, gatherer, lane)
         else:
             request, count = ops.load_global_i32(request_at), ops.load_global_i32(count_at)
             cute.arch.sync_warp()  # so that they come before Q: the tables wait for the request
@@ -289,8 +285,4 @@ class PagedAttentionTma(PagedBoxes):
             self.consume(smem, scale_log2, top_k, share, tO, tMax, tSum, tid)
             o = o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2
             out = PagedOutput(o, o_stride_head * 2, Int64(0), gate, gate_stride_head * 2, scale)
-            if num_splits == 1:
-                self.store_row(out, group_size, tO, tMax, tSum, tid)
-            else:
-                self.send_columns(smem, share, tO, tTo, tid)
-                self.sum_columns(smem, out, share, slots, tid)
+            self.store(smem, out, share, slots, tO, tMax, tSum, tTo, tid)

@@ -201,11 +201,7 @@ class SparseDecodeTma(PaddedBoxes):
             lse = lse_ptr.toint()
             if lse != 0:
                 lse = lse + Int64(unit) * group_size * 4
-            if num_splits > 1:
-                cute.arch.cluster_wait()
-                self.share_sums(smem, share, gatherer, cute.arch.lane_idx())
-                if gatherer == 0:
-                    self.weigh(smem, lse, share, cute.arch.lane_idx())
+            self.merge(smem, lse, share, gatherer, cute.arch.lane_idx())
         else:
             self.stage_tables(smem, k_table, v_table, max_pages_per_seq, tid)
             self.survey(smem, ids, top_k, share, tid)
@@ -224,10 +220,6 @@ class SparseDecodeTma(PaddedBoxes):
                 lse = lse + Int64(unit) * group_size * 4
             o = o_ptr.toint() + (Int64(row) * o_stride_row + head * o_stride_head) * 2
             out = RowOutput(o, o_stride_head * 2, lse)
-            if num_splits == 1:
-                self.store_row(out, group_size, tO, tMax, tSum, tid)
-            else:
-                self.send_columns(smem, share, tO, tTo, tid)
-                self.sum_columns(smem, out, share, slots, tid)
+            self.store(smem, out, share, slots, tO, tMax, tSum, tTo, tid)
             if split_counters.toint() != 0 and split == 0 and tid == 0:
                 ops.store_global_i32(split_counters.toint() + Int64(unit) * 4, Int32(0))

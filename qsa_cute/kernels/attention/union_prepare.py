@@ -431,15 +431,9 @@ class UnionPrepare(BlockScan):
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
             found = found + bits
         before0, total0, before1, total1, twice = self.scan(space.smem + SCAN, c0, c1, added - found, tid)
-        only_a_blocks = (total0 >> 16) & 0xFFFF
-        only_b_blocks = total1 & 0xFFFF
-        partial_blocks = (total1 >> 16) & 0xFFFF
-        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
-        limit = pairs * self.blocks
-        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
-        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
+        ns, pairs, shared_blocks, partial_blocks = self.divide_blocks(total0, total1)
         records = ops.load_shared_i32(space.smem + NUM_RECORDS)
-        chunks = Chunks(ns, pairs, limit, ns + 2 * pairs, shared_blocks, partial_blocks, records)
+        chunks = Chunks(ns, pairs, pairs * self.blocks, ns + 2 * pairs, shared_blocks, partial_blocks, records)
         return chunks, (before0, before1), twice
 
     @cute.jit

@@ -30,7 +30,7 @@ def open_block(position: Int32):
 
 
 class BlockScan:
-    """Needs `threads` of the kernel that inherits it."""
+    """Needs `threads` and `blocks`, of a chunk, of the kernel that inherits it."""
 
     @cute.jit
     def cut(self, start: Int32, tile_pairs: Int32, seq_len: Int32, group_size: Int32):
@@ -80,3 +80,15 @@ class BlockScan:
             total0 = total0 + x0
             total1 = total1 + x1
         return before0, total0, before1, total1, twice
+
+    def divide_blocks(self, total0: Int32, total1: Int32):
+        """How a tile's blocks divide, from the sums of `scan` (shared | only warpgroup 0's << 16, only 1's | those with
+        records << 16): shared chunks, pairs of exclusive ones, blocks of the shared chunks, blocks with records."""
+        only_a_blocks = (total0 >> 16) & 0xFFFF
+        only_b_blocks = total1 & 0xFFFF
+        partial_blocks = (total1 >> 16) & 0xFFFF
+        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
+        limit = pairs * self.blocks
+        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
+        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
+        return ns, pairs, shared_blocks, partial_blocks

@@ -386,14 +386,7 @@ class UnionPrepare(UnionLists, UnionPlaces):
             c0 = c0 + cute.arch.popc(shared) + (cute.arch.popc(only_a) << 16)
             c1 = c1 + cute.arch.popc(only_b) + (cute.arch.popc(part) << 16)
         before0, total0, before1, total1, twice = self.scan(maps.smem + SCAN, c0, c1, again, tid)
-        only_a_blocks = (total0 >> 16) & 0xFFFF
-        only_b_blocks = total1 & 0xFFFF
-        partial_blocks = (total1 >> 16) & 0xFFFF
-        pairs = cutlass.min(only_a_blocks, only_b_blocks) // self.blocks
-        limit = pairs * self.blocks
-        shared_blocks = (total0 & 0xFFFF) + only_a_blocks + only_b_blocks + partial_blocks - 2 * limit
-        ns = cutlass.max((shared_blocks + self.blocks - 1) // self.blocks, Int32(1))
-        return (ns, pairs, shared_blocks, partial_blocks), (before0, before1), twice
+        return self.divide_blocks(total0, total1), (before0, before1), twice
 
     @cute.jit
     def write_union(
